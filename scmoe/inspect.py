@@ -32,6 +32,7 @@ from scmoe.reports.tables import Table
 from scmoe.run import build
 from scmoe.run.adapters import restore_weights
 from scmoe.run.command_line import HELP, Flag, check_environment, help_text, parse
+from scmoe.run.config import RunConfig
 from scmoe.run.modality import modality_of
 from scmoe.run.opened import open_run
 from scmoe.run.programs import user_programs
@@ -230,14 +231,16 @@ def inspect_run(
 
   Raises:
     CheckpointError: there is no such checkpoint.
-    ConfigError: the wiring has no routed experts, or gradients are asked for of a run whose loss
-      needs a second model.
+    ConfigError: the wiring has no routed experts, or `gradients` is true and the loss of the run's
+      training reads a second model.
     DataError: there is no validation text.
   """
   named = None if step < 0 else step
 
   def opened_step() -> tuple[int, build.Built, dict[str, Any]]:
     stored = open_run(workdir, named)
+    if gradients:
+      _check_loss(stored.run)
     built = build.build(build.single_device(stored.run))
     wanted = {"params": built.shapes, "router": built.router_shapes}
     return stored.step, built, restore_weights(workdir, stored.run, wanted, stored.step)
@@ -264,13 +267,22 @@ def inspect_run(
   return Inspection(read_run(workdir), at, found, data.domains, tuple(classes), norms)
 
 
+def _check_loss(run: RunConfig) -> None:
+  """Checks that the loss of a run's training reads no second model, which is not loaded here."""
+  train = run.train
+  if train.teacher:
+    second = f"train.teacher={train.teacher!r}"
+  elif run.data.reads_preferences and not train.reference_free:
+    second = "train.reference_free=False, with the base of the adapters as the reference"
+  else:
+    return
+  raise ConfigError(
+    f"--gradients=True needs a loss of one model, got {second}; leave --gradients out"
+  )
+
+
 def _gradients(built: build.Built, state: dict[str, Any], batch: Any) -> Any:
   """Gradients of a batch's loss, in a tree like the parameters."""
-  if built.teacher is not None:
-    raise ConfigError(
-      "--gradients=True needs a loss of one model, got train.teacher="
-      f"{built.run.train.teacher!r}; leave --gradients out"
-    )
 
   def loss(params: Any) -> Any:
     return built.objective.loss(params, state["router"], batch, None)[0]

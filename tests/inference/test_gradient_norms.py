@@ -3,10 +3,16 @@
 import numpy as np
 import pytest
 
+from scmoe import inspect
+from scmoe.base.errors import ConfigError
+from scmoe.data.config import DataConfig
 from scmoe.inference.gradients import PARTS, gradient_norms
 from scmoe.models.config import ModelConfig
+from scmoe.models.low_rank import LoraConfig
 from scmoe.run import build
 from scmoe.run.config import RunConfig
+from scmoe.run.opened import Stored
+from scmoe.training.options import TrainConfig
 
 
 def tree_of(model):
@@ -71,3 +77,31 @@ def test_nothing_is_lost_or_counted_twice(fields):
   parts = list(tree["trunks"].values()) if "trunks" in tree else [tree]
   stacks = [trunk[name] for trunk in parts for name in ("stages", "dense") if trunk.get(name)]
   assert inside == pytest.approx(sum(squares(stack) for stack in stacks))
+
+
+class Built(Exception):
+  """The run passed the check and would be built."""
+
+
+@pytest.mark.parametrize(("data", "train", "lora", "words"), [
+  ("auto", {"teacher": "runs/a"}, 0, "train.teacher='runs/a'"),
+  ("preference", {"teacher": "runs/a"}, 0, "train.teacher='runs/a'"),
+  ("preference", {}, 4, "train.reference_free=False, with the base of the adapters"),
+  ("preference", {"reference_free": True}, 4, None),
+  ("auto", {}, 4, None),
+])  # fmt: skip
+def test_a_loss_of_two_models_has_no_gradients_here(data, train, lora, words, monkeypatch):
+  """Nothing loads the second model, so the gradients would be those of another loss."""
+  run = RunConfig(
+    data=DataConfig(source=data), train=TrainConfig(**train), lora=LoraConfig(rank=lora)
+  )
+
+  def passed(run):
+    raise Built
+
+  monkeypatch.setattr(inspect, "open_run", lambda workdir, step: Stored(run, 3, {}))
+  monkeypatch.setattr(build, "single_device", passed)
+  with pytest.raises(ConfigError if words else Built) as caught:
+    inspect.inspect_run("runs/b", 3, gradients=True)
+  if words:
+    assert f"--gradients=True needs a loss of one model, got {words}" in str(caught.value)

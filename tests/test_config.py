@@ -10,7 +10,15 @@ import pytest
 from scmoe.base.errors import ConfigError
 from scmoe.run import build
 from scmoe.run.bounds import MOST
-from scmoe.run.config import RunConfig, as_config_dict, from_dict, from_json, to_dict, to_json
+from scmoe.run.config import (
+  RunConfig,
+  as_config_dict,
+  from_dict,
+  from_json,
+  smoke_run,
+  to_dict,
+  to_json,
+)
 from scmoe.run.config_files import config_names, find_config, load_config
 from scmoe.run.fields import fields, parse_value, with_field
 from scmoe.run.names import check_run_name, check_workdir
@@ -363,3 +371,12 @@ def test_vocab_size_of_tokenizers(tmp_path):
 
 def test_plain_values_only():
   json.dumps(to_dict(RunConfig()), allow_nan=False)
+
+
+def test_a_smoke_run_keeps_the_layers_that_it_has():
+  lists = {"dense_layers": "0", "full_attention_layers": "1,3,5,7", "nope_layers": "3,7"}
+  run = changed(model__wiring="topk", model__num_layers=8, model__moe_every=1,
+                model__style="llama", model__sliding_window=4,
+                **{f"model__{name}": value for name, value in lists.items()})  # fmt: skip
+  model = resolve(smoke_run(run)).model
+  assert [getattr(model, name) for name in lists] == ["0", "1,3", "3"]

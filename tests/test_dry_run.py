@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ import pytest
 from scmoe.base.batch import Batch
 from scmoe.base.sizes import duration
 from scmoe.blocks.wiring import WIRINGS
+from scmoe.models.config import ModelConfig
 from scmoe.models.flops import count_parameters, forward_flops, peak_flops
-from scmoe.run import build
+from scmoe.run import build, summary
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import (
@@ -365,3 +367,16 @@ def test_units():
   assert duration(0.25) == "250 ms"
   assert duration(90) == "90 s"
   assert duration(86400 * 4) == "4 days"
+
+
+def test_the_layers_that_fit_come_with_their_lists(monkeypatch):
+  """Eight layers of which every second one has no window; four fit."""
+  model = ModelConfig(style="llama", wiring="topk", num_layers=8, vocab_size=64, sliding_window=4,
+                      moe_every=1, full_attention_layers="1,3,5,7")  # fmt: skip
+
+  def needs(run):
+    return SimpleNamespace(memory=SimpleNamespace(total=run.model.resolve().num_layers))
+
+  monkeypatch.setattr(summary, "dry_run", needs)
+  line = summary.levers(RunConfig(model=model).resolve(num_devices=1, vocab_size=64), 4)
+  assert "model.num_layers=4 model.full_attention_layers=1,3 train.batch_size=1 " in line

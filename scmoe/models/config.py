@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -185,12 +185,34 @@ class ModelConfig(BlockConfig):
       given["num_layers"] = sum(self.vision.stage_depths)
     return BlockConfig.resolve(dataclasses.replace(self, **given))
 
-  def shortened(self, pairs: int) -> ModelConfig:
-    """The same model with at most `pairs` pairs, without `dense_layers`.
+  def with_layers(self, layers: int) -> ModelConfig:
+    """The same model with so many layers.
 
-    In a Swin the limit holds for each stage. `full_attention_layers` and `nope_layers` keep the
-    numbers of layers that the shorter model has. If no `nope_layers` are left,
-    `attention_temperature` is 0.
+    `dense_layers`, `full_attention_layers` and `nope_layers` keep the numbers below `layers`. If
+    all layers that are left were dense, the last one gets a MoE. If no `nope_layers` are left,
+    `attention_temperature` is 0. In a Swin `vision.depths` decides, and nothing changes.
+    """
+
+    def kept(name: str, below: int) -> str:
+      listed = self._layers(name)
+      left = [i for i in listed if i < below]
+      return getattr(self, name) if len(left) == len(listed) else ",".join(map(str, left))
+
+    every_layer = set(range(layers)) <= set(self.dense_indices)
+    straight = kept("nope_layers", layers)
+    return dataclasses.replace(
+      self,
+      num_layers=layers,
+      dense_layers=kept("dense_layers", layers - every_layer),
+      full_attention_layers=kept("full_attention_layers", layers),
+      nope_layers=straight,
+      attention_temperature=self.attention_temperature if straight else 0.0,
+    )
+
+  def shortened(self, pairs: int) -> ModelConfig:
+    """The same model with at most `pairs` pairs, without `dense_layers`; see `with_layers`.
+
+    In a Swin the limit holds for each stage.
     """
     blocks = self.moe_every * self.wiring_rule.units_per_moe
     layers = min(self.num_pairs * blocks, pairs * blocks)
@@ -199,11 +221,7 @@ class ModelConfig(BlockConfig):
       depths = [min(depth, pairs * blocks) for depth in vision.stage_depths]
       vision = dataclasses.replace(vision, depths=",".join(map(str, depths)))
       layers = sum(depths)
-    left = lambda some: ",".join(str(i) for i in some if i < layers)
-    fields: dict[str, Any] = {"dense_layers": "", "full_attention_layers": left(self.full_layers)}
-    fields["nope_layers"] = left(self.straight_layers)
-    fields["attention_temperature"] = self.attention_temperature * bool(fields["nope_layers"])
-    return dataclasses.replace(self, num_layers=layers, vision=vision, **fields)
+    return dataclasses.replace(self.with_layers(layers), vision=vision, dense_layers="")
 
   def check(self) -> None:
     """See `BlockConfig.check`."""

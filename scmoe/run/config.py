@@ -287,15 +287,14 @@ def _check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
 def smoke_run(run: RunConfig) -> RunConfig:
   """`run` made so small that a CPU trains it in seconds; tests use it.
 
-  Sizes, data and length shrink. Style, wiring, types, routing, transport, overlap, mesh and
-  rematerialisation stay. The optimizer and other options of training get their defaults, and
-  adapters and teachers are left out.
+  Sizes, data and length shrink, and so do lists of layers (`ModelConfig.with_layers`). Style,
+  wiring, types, routing, transport, overlap, mesh and rematerialisation stay. The optimizer and
+  other options of training get their defaults, and adapters and teachers are left out.
   """
   model = dataclasses.replace(
-    run.model,
+    run.model.with_layers(4),
     num_experts=4,
     top_k=min(run.model.top_k, 2),
-    num_layers=4,
     width=16,
     num_heads=2,
     num_kv_heads=min(run.model.num_kv_heads, 1),  # grouped queries stay grouped

@@ -11,6 +11,7 @@ import jax
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
+from scmoe.models.config import ModelConfig
 from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.run import build
 from scmoe.run.config import RunConfig
@@ -237,21 +238,31 @@ def _limit_on(devices: int, before: int, limit: int | None) -> int | None:
 def _largest_that_fits(run: RunConfig, limit: int | None) -> str:
   """Suggests a number of layers, found by halving, with which the smallest microbatch fits.
 
-  If there is none, or `limit` is unknown, it says that no number of layers fits here.
+  If there is none, or `limit` is unknown, it says that no number of layers fits here. "" for a
+  Swin, which has `model.vision.depths` instead.
   """
+  if run.model.architecture == "swin":
+    return ""
   step = run.model.moe_every * run.model.wiring_rule.units_per_moe
   batch, layers = run.mesh.batch_shards, run.model.num_layers // 2
   train = dataclasses.replace(run.train, batch_size=batch, tokens_per_step=0, remat="full")
   while limit is not None and layers >= step:
     layers -= layers % step
-    model = dataclasses.replace(run.model, num_layers=layers, dense_layers="")
+    model = run.model.with_layers(layers)
     needed = _needed(dataclasses.replace(run, model=model, train=train))
     if needed is not None and needed <= limit:
       return (
-        f"model.num_layers={layers} train.batch_size={batch} train.tokens_per_step=0 "
+        f"{_typed(run.model, model)} train.batch_size={batch} train.tokens_per_step=0 "
         f"train.remat=full would fit ({size_of(needed)})"
       )
     layers //= 2
   return (
     "no number of layers fits here: use another --config (--list_configs), or --dry_run for GPUs"
   )
+
+
+def _typed(before: ModelConfig, after: ModelConfig) -> str:
+  """The fields with which a user makes the model `after` from `before`."""
+  names = [field.name for field in dataclasses.fields(after)]
+  changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+  return " ".join(f"model.{name}={getattr(after, name)}" for name in changed)

@@ -180,3 +180,22 @@ def test_parts_of_a_configuration_that_is_not_resolved_are_those_of_the_resolved
   assert config.moe(*given).hidden == 128
   assert config.attention == whole.attention
   assert config.mlp(8) == whole.mlp(8)
+
+
+LISTS = {"dense_layers": "0-1", "full_attention_layers": "1,6", "nope_layers": "7"}
+
+
+@pytest.mark.parametrize(("layers", "dense", "full", "straight"), [
+  (8, "0-1", "1,6", "7"),
+  (7, "0-1", "1,6", ""),
+  (4, "0-1", "1", ""),
+  (2, "0", "1", ""),
+  (1, "", "", ""),
+])  # fmt: skip
+def test_fewer_layers_keep_their_own_numbers_and_one_moe(layers, dense, full, straight):
+  options = {"style": "llama", "wiring": "topk", "sliding_window": 4, "attention_temperature": 0.1}
+  model = ModelConfig(num_layers=8, vocab_size=8, moe_every=1, **options, **LISTS)
+  found = model.with_layers(layers).resolve()
+  assert found.num_layers == layers
+  assert [getattr(found, name) for name in LISTS] == [dense, full, straight]
+  assert found.attention_temperature == (0.1 if straight else 0.0)

@@ -6,13 +6,15 @@
 There is no network: your service writes requests to the input and reads the answers. Each line of
 the input is a request: a JSON object with `prompt` (a text, or a list of token ids), and optionally
 `id` (returned with the answer), `max_new_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`,
-`logprobs` and `prompt_logprobs`; a flag says the default of a field. Requests join the running
-batch and leave it at any token (`scmoe.inference.serving.server`). Each line of the output is an
-answer, in the order in which they end: `id`, `text`, `tokens` (their number), `finish` (end, stop
-or length), `seconds` and `first_seconds` since the request was read, and log-probabilities if asked
-for; or `id` and `error`. The command ends with its input. Exit codes: 0, also if requests were
-refused; 2 a flag or the model does not fit; 3 the input or the model cannot be read; 6 the output
-cannot be written; 130 interrupted.
+`logprobs` and `prompt_logprobs`. Flags give the defaults of `max_new_tokens`, `temperature`,
+`top_k`, `top_p` and `seed`. Requests join the running batch and leave it at any token
+(`scmoe.inference.serving.server`). Each line of the output is an answer, in the order in which
+requests end, or with --in_order in their own: `id`, `text`, `tokens` (their number), `finish` (end,
+stop or length), `seconds` to the last token and `first_seconds` to the first one since the request
+was read, and log-probabilities if asked for; or `id` and `error`. The command ends when its input
+has ended and all requests are answered. Exit codes: 0, also if requests were refused; 2 a flag is
+wrong, or the model does not fit; 3 the input or the model cannot be read; 6 the output cannot be
+written; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -66,12 +68,12 @@ FLAGS = (
 )
 _OPTIONS = tuple(field.name for field in dataclasses.fields(Request) if field.name != "prompt")
 _FIELDS = ("prompt", "id", *_OPTIONS)
-MOST_LINE, MOST_ID = 2**24, 256  # characters of a request, and of its id
+MOST_LINE, MOST_ID = 2**24, 256  # most characters of a line, and of a request's id
 
 
 @user_programs()
 def main(argv: list[str]) -> None:
-  """Answers the requests of the input."""
+  """Answers the requests of the input, and prints statistics when it ends."""
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
@@ -106,8 +108,8 @@ def main(argv: list[str]) -> None:
 def _session(values: dict[str, Any], memory: int) -> Session:
   """Opens the model; prints where its experts lie if they are not on the devices.
 
-  The planner reserves `memory` for pages, or without it those of one text of the model's context:
-  the pool takes what is left.
+  The planner, which decides where they lie, reserves memory for pages: `memory` bytes, or if that
+  is 0 enough for one text of the model's context. In the second case the pool takes what is left.
   """
   config = InferenceFolder(values["model"], values["allow_import"]).run.model
   width = 2 * config.num_kv_heads * config.head_dim * config.num_layers
@@ -151,7 +153,7 @@ def _write(answers: list[dict[str, Any]], out: IO[str], name: str) -> None:
   except BrokenPipeError:
     raise
   except OSError as error:
-    with contextlib.suppress(OSError):  # closing writes the rest once more
+    with contextlib.suppress(OSError):  # closing tries once more to write the rest
       out.close()
     raise StorageError(f"--output={name!r} cannot be written: {error.strerror}") from None
 
@@ -166,7 +168,7 @@ def _opened(name: str, flag: str, files: contextlib.ExitStack) -> IO[str]:
   try:
     if flag == "output":
       return files.enter_context(Path(name).open("a", encoding="utf-8", errors="replace"))
-    # A line that is not UTF-8 must fail alone, and not end the command.
+    # A line that is not UTF-8 must not end the command: U+FFFD stands for its wrong bytes.
     return files.enter_context(Path(name).open(encoding="utf-8", errors="replace"))
   except OSError as error:
     kind = DataError if flag == "input" else StorageError
@@ -181,7 +183,7 @@ class Lines:
     ahead: most lines that are read ahead.
 
   Attributes:
-    ended: whether all lines have been taken.
+    ended: whether `take` has come to the end of the input.
   """
 
   def __init__(self, lines: Iterable[str], ahead: int):
@@ -201,10 +203,12 @@ class Lines:
     threading.Thread(target=read, name="requests", daemon=True).start()
 
   def take(self, *, wait: bool) -> tuple[int, str] | None:
-    """The next line and its number from 1; None at the end, or if it has not come.
+    """The next line with text, and its number among all lines of the input, from 1; or None.
+
+    None at the end, and without `wait` also if no line has come yet.
 
     Args:
-      wait: whether to wait for it.
+      wait: whether to wait for the line.
 
     Raises:
       DataError: the input cannot be read.
@@ -237,12 +241,12 @@ def _short(lines: Iterable[str]) -> Iterator[str]:
 
 
 class Desk:
-  """Takes lines with requests, and gives lines with answers.
+  """Takes lines with requests, and gives answers as dictionaries, one for each line.
 
   Args:
     session: encodes prompts.
     server: computes the answers.
-    defaults: fields of requests that do not say them.
+    defaults: values of the fields that a request leaves out.
     in_order: whether answers are given in the order of their lines, else as they end.
 
   Attributes:
@@ -254,13 +258,14 @@ class Desk:
   ):
     self._session, self._server, self._defaults = session, server, defaults
     self._in_order, self.refused = in_order, 0
-    self._asked: dict[int, tuple[int, Any]] = {}  # request's number -> (place, id)
+    # The result of `Server.submit` -> (the request's place among all lines, from 0; its id).
+    self._asked: dict[int, tuple[int, Any]] = {}
     self._ready: dict[int, dict[str, Any]] = {}  # place -> answer that has not been given
     self._places = self._given = 0
 
   def answers(self, given: Iterable[str]) -> Iterator[list[dict[str, Any]]]:
-    """Yields answers, some at a time, until the lines end and all requests are answered."""
-    enough = 2 * self._server.statistics.slots  # requests that wait; lines beyond are not read yet
+    """Yields lists of answers, until the lines end and all requests are answered."""
+    enough = 2 * self._server.statistics.slots  # so many requests may wait before the next is taken
     lines = Lines(given, enough)
     while not lines.ended or self._server.busy:
       while not lines.ended and self._server.waiting < enough:
@@ -275,7 +280,7 @@ class Desk:
         yield found
 
   def report(self) -> str:
-    """One line with the numbers of answers and their speed."""
+    """One line with the server's figures (`Statistics.line`) and the number of refused requests."""
     return f"{self._server.statistics.line()}; {self.refused} refused"
 
   def _ask(self, number: int, line: str) -> None:
@@ -294,7 +299,7 @@ class Desk:
       self._ready[place] = {"id": name, "error": str(error)}
 
   def _take_ready(self) -> list[dict[str, Any]]:
-    """The answers that may be given now."""
+    """Takes the answers that may be given now: all, or `in_order` those before the first gap."""
     if not self._in_order:
       found, self._ready = [self._ready[place] for place in sorted(self._ready)], {}
       return found
@@ -332,7 +337,7 @@ def _shown(answer: Answer, decode: Any) -> dict[str, Any]:
 
 
 def _fields(line: str) -> dict[str, Any]:
-  """A request's fields; the server checks the values of most.
+  """The fields of a line with a request; `Server.submit` checks the values of all but `id`.
 
   Raises:
     DataError: the line is not a request.

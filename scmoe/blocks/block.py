@@ -29,7 +29,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @dataclasses.dataclass(frozen=True)
 class ModelAblation(Options, path="model.ablation"):
-  """Parts of a block, each of which an ablation sets apart. A run leaves them as they are."""
+  """Options that change one part of a block, for ablations; other runs leave the defaults."""
 
   mix_input: str = option(
     "current",
@@ -41,7 +41,7 @@ class ModelAblation(Options, path="model.ablation"):
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig(Options, path="model"):
-  """Transformer blocks of one wiring. The defaults are GPT-2 style blocks of laptop size."""
+  """Options of transformer blocks of one wiring; the defaults are GPT-2's style in laptop size."""
 
   style: str = option(
     "gpt2",
@@ -176,11 +176,13 @@ class BlockConfig(Options, path="model"):
 
   @property
   def depth(self) -> int:
-    """Number of blocks that write to one residual stream; `out_std` depends on it."""
+    """Number of blocks of a pair, for `out_std`; in a whole model the number of its layers."""
     return self.moe_every * self.wiring_rule.units_per_moe
 
   def resolve(self) -> Any:
-    """Fills in every 0 and empty word, and checks what depends on more than one field.
+    """The options with the values of other fields for which a 0 or an empty word stands.
+
+    It also checks what depends on more than one field.
 
     Raises:
       ConfigError: names the field, what was got and what would do.
@@ -190,7 +192,7 @@ class BlockConfig(Options, path="model"):
     return resolved
 
   def _filled(self) -> Any:
-    """The same with every 0 and empty word replaced by the value that follows from other fields."""
+    """The options with the values of other fields for which a 0 or an empty word stands."""
     hidden = self.mlp_hidden or 4 * self.width
     expert_hidden = self.expert_hidden or hidden
     return dataclasses.replace(
@@ -204,7 +206,11 @@ class BlockConfig(Options, path="model"):
     )
 
   def _head_width(self) -> int:
-    """N: as configured, or what follows from other fields; raises where nothing does."""
+    """The width of a head: `head_dim`, else that of a latent query, else width / num_heads.
+
+    Raises:
+      ConfigError: none of them is given, and num_heads does not divide the width.
+    """
     given = self.head_dim or self.qk_nope_head_dim + self.qk_rope_head_dim
     if not given and self.width % self.num_heads:
       raise ConfigError(
@@ -266,7 +272,10 @@ class BlockConfig(Options, path="model"):
       )
 
   def _check_attention(self) -> None:
-    """Checks the options of latent attention, and those that it excludes."""
+    """Checks the options of attention that need each other, another style, or exclude each other.
+
+    The options that need llama style also comprise `expert_bias`, which is one of experts.
+    """
     named = lambda *names: ", ".join(f"model.{name}={getattr(self, name)!r}" for name in names)
     if self.style == "gpt2":
       names = ("attention_bias", "kv_lora_rank", "expert_bias")
@@ -313,14 +322,14 @@ class BlockConfig(Options, path="model"):
 
   @property
   def bias(self) -> bool:
-    """Whether projections and feed-forward layers have biases."""
+    """Whether the style gives all projections and feed-forward layers biases, as gpt2 does."""
     return self.style == "gpt2"
 
   @property
   def out_std(self) -> float:
-    """Initial standard deviation of layers that write to the residual stream: smaller by sqrt(2 L).
+    """Initial standard deviation of layers that write to the residual stream.
 
-    This is the initialisation of GPT-2.
+    It is init_std / √(2 · depth), as in GPT-2.
     """
     return self.init_std / (2 * self.depth) ** 0.5
 
@@ -387,14 +396,17 @@ class BlockConfig(Options, path="model"):
     """The argument `kind` of a layer's attention; {} if the attentions of all layers are alike.
 
     Args:
-      before: number of pairs before the layer's; may be traced.
+      before: number of pairs and dense layers before the layer's own pair; may be traced.
       unit, block: numbers of the layer's unit in its pair, and of its block in the unit.
     """
     kind = self._kind((before * self.wiring_rule.units_per_moe + unit) * self.moe_every + block)
     return {} if kind is None else {"kind": kind}
 
   def _kind(self, number: int | Array) -> LayerKind | None:
-    """The `kind` of the layer with this number; None: the attentions of all layers are alike."""
+    """The `kind` of the layer with this number; None: the attentions of all layers are alike.
+
+    Here it is always None; `ModelConfig` knows the layers that differ.
+    """
     del number
     return None
 

@@ -55,7 +55,7 @@ class Context:
     kept: experts that the device keeps between passes (`LayerExperts.kept`), or None.
     begins: the attentions' caches are empty, and the tokens are the first of their rows.
     hidden: whether to return the residual stream after every block.
-    before: number of pairs before this one; may be traced.
+    before: number of pairs and dense layers before this pair; may be traced.
   """
 
   positions_BS: Int[Array, "B S"] | None = None
@@ -75,7 +75,7 @@ class Context:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Begun:
-  """Tokens that the pair before has sent to this pair's experts (`overlap.ahead`).
+  """Tokens that a pair has sent to the experts of the next pair (`overlap.ahead`).
 
   Attributes:
     tapped_BSD: the normalised value that the experts read.
@@ -93,7 +93,7 @@ class PairOutput:
 
   Attributes:
     h_BSD: the residual stream.
-    sums: of all gatings of the pair, over this device's tokens; None without experts.
+    sums: router sums of all gatings of the pair, over this device's tokens; None without experts.
     handed_BSD: the value that the next pair's experts read, where `is_handed_over`, or its first
       attention, where the wiring `skips`; else None.
     caches: updated caches of the attentions [units][blocks], or None.
@@ -114,7 +114,8 @@ class PairOutput:
 class BlockPair(nnx.Module):
   """The blocks around one MoE: a unit, or two that share its experts (dgmoe_share).
 
-  Works on one device as it is, and in the manual region (`scmoe.manual`) on many.
+  With the wiring `dense` it is a unit without MoE. It works on one device as it is, and in the
+  manual region (`scmoe.manual`) on many.
 
   Args:
     config: wiring and sizes.
@@ -166,8 +167,8 @@ class BlockPair(nnx.Module):
       h_BSD: the residual stream.
       context: see `Context`.
       handed_BSD: `PairOutput.handed_BSD` of the pair before. None if no pair precedes: then the
-        reader of that value, in the first unit, reads the unit's own input (of experts this is the
-        paper's L0 Pos-1).
+        experts or the attention that would read it read the input of this pair (for experts this is
+        the paper's L0 Pos-1).
       caches: of the attentions [units][blocks], as `empty_cache` makes them, or None.
 
     Raises:
@@ -179,16 +180,20 @@ class BlockPair(nnx.Module):
     return walk.output
 
   def as_first(self) -> BlockPair:
-    """This pair with the wiring and schedule of a model's first pair (`Wiring.first`).
+    """Gives this pair the wiring and schedule of a model's first pair (`Wiring.first`); returns it.
 
-    It changes the pair itself, which a pass has merged for its own use.
+    The pair itself changes; so it must be one that a pass has merged for its own use.
     """
     self.wiring, self.schedule = self.opening
     return self
 
   @property
   def passed_on(self) -> Tap | None:
-    """Which value of this pair the next one reads, where `is_handed_over` or `skips`; else None."""
+    """The value that this pair hands over to the next one; None if the next one reads none.
+
+    With experts it follows from the wiring (`is_handed_over`, `Wiring.skips`); without experts it
+    is `hands_over`.
+    """
     if not self.wiring.taps:
       return self.hands_over
     if self.wiring.skips:
@@ -198,12 +203,12 @@ class BlockPair(nnx.Module):
 
 
 def begin(pair: BlockPair, context: Context, handed_BSD: Float[Array, "B S D"]) -> Begun:
-  """Route and dispatch of a pair that follows no other, for a walk whose pairs have `begun`.
+  """Runs route and dispatch of a pair that no other precedes, to be the `begun` of its `PairWalk`.
 
   Args:
     pair: the pair; its schedule `begins_next`.
     context: see `Context`.
-    handed_BSD: as of `BlockPair.__call__`.
+    handed_BSD: the value that its experts read, as a pair before it would hand it over.
   """
   walk = PairWalk(pair, handed_BSD, context, following=(pair, context))
   walk.main = walk.next_handed_BSD = handed_BSD
@@ -220,7 +225,7 @@ class PairWalk:
 
   Args:
     pair: the pair.
-    h_BSD, context, handed_BSD, caches: as of `BlockPair.__call__`.
+    h_BSD, context, handed_BSD, caches: see `BlockPair.__call__`.
     begun: `PairOutput.begun` of the pair before. This pair then neither routes nor dispatches its
       own tokens, and does not read `handed_BSD`.
     following: the next pair, of which this one runs route and dispatch, and its context. Only its
@@ -264,8 +269,8 @@ class PairWalk:
       self.layer_experts = context.experts.of_layer(pair.moe.experts, context.kept)
     self.handed_BSD, self.caches = handed_BSD, caches
     self.begun, self.following = begun, following
-    self.next_input_BSD: Any = None  # what the next pair's experts read, and its tokens
-    self.next_routed: Any = None
+    self.next_input_BSD: Any = None  # the normalised value that the next pair's experts read
+    self.next_routed: Any = None  # the next pair's tokens after its route, and after its dispatch
     self.new_caches: list[list[Any]] = []
     self.hidden: list[Array] = []
     self.sums: RouterSums | None = None
@@ -330,7 +335,7 @@ class PairWalk:
     self.shared_BSD: Array | None = None
     self.new_caches.append([])
     self.waits: dict[int, dict[int, Any]] = {}  # of each gating: what a chunk's exchange waits for
-    self.inputs: dict[int, Any] = {}  # of each gating
+    self.inputs: dict[int, Any] = {}  # of each gating: the normalised value that it reads
     self.routed: dict[int, RoutedTokens] = {}
     self.results: dict[int, tuple[Array, RouterSums]] = {}
     if self.begun is not None:
@@ -354,7 +359,7 @@ class PairWalk:
 
   @jax.named_scope(SCOPES[words.PROJECTIONS])
   def projections(self, step: Step) -> None:
-    """The first half of an attention."""
+    """The first half of an attention; a unit's first one reads `handed_BSD` if the pair `skips`."""
     self.h_BSD = self.main
     if step.block:
       self.hidden.append(self.main)
@@ -388,7 +393,10 @@ class PairWalk:
 
   @property
   def _fed(self) -> Any:
-    """The residual stream that an MLP or shared expert reads, behind its block's attention."""
+    """The residual stream that an MLP or shared expert reads.
+
+    It is that behind its block's attention, or if the pair `skips` that before it.
+    """
     return self.h_BSD if self.pair.skips else self.main
 
   # -- the MoE's steps ----------------------------------------------------------------------------
@@ -412,9 +420,9 @@ class PairWalk:
   def dispatch(self, step: Step) -> None:
     """Rows travel to their experts, in this pair or in the next one.
 
-    The rows of a chunk are sent only when `main` has come to its step. The transport makes all
-    chunks in one call, at the last chunk's step; until then the steps of the others leave `main`,
-    for their exchanges to wait for.
+    The rows of a chunk are sent only when `main` has come to the chunk's step. The transport makes
+    all chunks in one call, at the last chunk's step. So the steps of the chunks before it only note
+    `main` in `waits`, and in that call each chunk's exchange waits for the noted value.
     """
     if step.ahead:
       routed = self.next_routed
@@ -455,7 +463,10 @@ class PairWalk:
 
   @jax.named_scope(words.BARRIER)
   def barrier(self, step: Step) -> None:
-    """Ties the main path to the gating's newest value: its result, its rows, or its input."""
+    """Ties the main path to the gating's newest value: its result, its rows, or its input.
+
+    If the step is `ahead`, the value is the input of the next pair's experts.
+    """
     tie, g = functools.partial(barrier, direction=step.direction), step.gating
     if step.ahead:
       self.next_input_BSD, self.main = tie((self._next_tapped(), self.main))
@@ -473,7 +484,7 @@ class PairWalk:
 
   @jax.named_scope(words.ADD)
   def add(self, step: Step) -> None:
-    """The end of a unit: everything is added to the residual stream."""
+    """The end of a unit: adds the experts' outputs to the residual stream, enters the next unit."""
     del step
     if self.results:
       total_BSD, sums = self._all_gatings()
@@ -503,7 +514,7 @@ class PairWalk:
     return total_BSD, dataclasses.replace(sums, **squares)
 
   def _tapped(self, gating: int) -> Any:
-    """The normalised value that this gating reads."""
+    """The normalised value that this gating of the unit reads."""
     return self.unit.tapped(self.pair.wiring.taps[gating], self.main, self.handed_BSD)
 
   def _next_tapped(self) -> Any:
@@ -515,7 +526,7 @@ class PairWalk:
     return unit.tapped(tap, self.main, self.next_handed_BSD)
 
   def _call(self, gating: int, context: Context) -> MoECall:
-    """The arguments of this gating; the second one of DGMoE avoids the first one's expert."""
+    """The arguments of a gating's call; DGMoE's second gating avoids the first one's expert."""
     avoid_T = None
     if self.pair.wiring.distinct and gating > 0:
       avoid_T = self.routed[0].routing.expert_TK[:, 0]

@@ -60,7 +60,7 @@ def in_turns(walks: Sequence[Walk]) -> Iterator[tuple[Callable[[Step], None], St
 
 
 def _tie(walks: Sequence[Walk], i: int) -> None:
-  """Lets the i-th batch go on only when the batch that ran before it has paused.
+  """Lets batch i go on only when the batch whose turn was before it has paused.
 
   Without this XLA puts equal steps of all batches side by side, so that all wait at once.
   """

@@ -1,6 +1,6 @@
-"""A transformer block, and a unit of blocks around one expert stage: modules without an order.
+"""A transformer block, and a unit of blocks around one expert stage, as modules with several parts.
 
-`scmoe.blocks.pair` runs their parts in the order of a schedule.
+They fix no order of their parts: `scmoe.blocks.pair` runs these in the order of a schedule.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Block(nnx.Module):
   def project(
     self, h_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"], **kind: Any
   ) -> Any:
-    """The first half of the attention: queries, keys and values of the residual stream h.
+    """The first half of the attention: queries, keys and values from the normalised h.
 
     Args:
-      h_BSD: the residual stream.
+      h_BSD: the value that the attention reads: the residual stream, or `Tap.UNROUTED`.
       positions_BS, kind: see `Attention.project`.
     """
     return self.attention.project(self.norm_attention(h_BSD), positions_BS, **kind)
@@ -65,11 +65,11 @@ class Block(nnx.Module):
     return self.added(h_BSD, y_BSD), cache
 
   def added(self, h_BSD: Array, y_BSD: Array) -> Array:
-    """The residual stream with a sublayer's output, times `model.residual_multiplier`."""
+    """The residual stream plus a sublayer's output times `model.residual_multiplier`."""
     return h_BSD + times(y_BSD, self.residual_multiplier)
 
   def dense(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """The dense MLP or shared expert of the normalised h; for blocks that have one."""
+    """The output of the dense MLP or shared expert for the normalised h, if the block has one."""
     assert self.mlp is not None
     return self.mlp(self.norm_mlp(h_BSD))
 
@@ -133,10 +133,10 @@ class Unit(nnx.Module):
     return norms[tap]()(h_BSD)
 
   def hand_over(self, tap: Tap, h_BSD: Array) -> Array:
-    """The value of this unit that the next unit's experts read, normalised if the norm is shared.
+    """The value that this unit hands over to the next one's experts or, with `skips`, attention.
 
-    Only for units of one block, or of a wiring that `skips`: its attention reads what is handed
-    over, and normalises it itself.
+    For experts it is normalised here if the norm is shared; such units have one block. An attention
+    normalises the value itself.
 
     Args:
       tap: which value of the main path.
@@ -155,10 +155,13 @@ class Unit(nnx.Module):
     tapped_BSD: Any,
     fed_BSD: Array,
   ) -> Array:
-    """The residual stream after the unit: h + norm(mix(shared, routed)).
+    """The residual stream after the unit: h plus the routed output, mixed with any shared one.
+
+    With `shortcut_norm=megatron` a norm follows the mix. What is added to h is multiplied by
+    `model.residual_multiplier`.
 
     Args:
-      h_BSD: the residual stream before.
+      h_BSD: the residual stream before this output is added.
       shared_BSD: the shared expert's output; None without one.
       routed_BSD: the sum of all gatings' outputs.
       tapped_BSD: the input of the first gating.

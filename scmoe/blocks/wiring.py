@@ -41,7 +41,7 @@ import enum
 
 
 class Tap(enum.Enum):
-  """A value on the main path that routed experts can read."""
+  """A value on the main path that routed experts can read; UNROUTED is for attention alone."""
 
   BLOCK_INPUT = "input of the preceding block"
   ATTENTION = "between attention and MLP of the preceding block"
@@ -52,18 +52,19 @@ class Tap(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-  """One architecture.
+  """One architecture: which values its sublayers read, and how many experts a token visits.
 
   Attributes:
     taps: the values that routed experts read. Each tap has a gating, a choice of experts of its
       own. Empty: no routed experts.
     k: experts per token and gating; None takes `model.top_k`.
-    shared_expert: whether a dense expert runs on the current representation.
+    shared_expert: whether a dense expert runs beside the routed ones; it reads CURRENT, or with
+      `skips` its block's input.
     distinct: the second gating avoids the first one's expert.
     units_per_moe: units that share one set of experts.
-    first: the tap of the model's first pair, where it is another one; None: all pairs have the same
-      taps.
-    skips: whether the unit's first attention reads UNROUTED, and MLPs and the shared expert read
+    first: the tap of the model's first pair, if it differs from that of the others (`opening`);
+      None: all pairs have the same taps.
+    skips: whether the first attention of a unit reads UNROUTED, and MLPs and the shared expert read
       the input of their block.
   """
 
@@ -77,9 +78,10 @@ class Wiring:
 
   @property
   def opening(self) -> Wiring:
-    """The wiring of a model's first pair, if its units have several blocks.
+    """The wiring of a model's first pair, for units of several blocks.
 
-    In units of one block every first pair reads BLOCK_OUTPUT: nothing is handed over to it.
+    For units of one block no wiring needs this: nothing is handed over to the first pair, so its
+    experts read BLOCK_OUTPUT in place of ATTENTION or BLOCK_INPUT.
     """
     return self if self.first is None else dataclasses.replace(self, taps=(self.first,), first=None)
 
@@ -128,5 +130,5 @@ def tap_index(tap: Tap, blocks: int) -> int:
 
 
 def is_handed_over(tap: Tap, blocks: int) -> bool:
-  """Whether this tap's value comes from the preceding unit."""
+  """Whether experts that read this tap get its value from the preceding unit."""
   return blocks == 1 and tap in (Tap.ATTENTION, Tap.BLOCK_INPUT)

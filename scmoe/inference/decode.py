@@ -172,7 +172,8 @@ def stream(
 class Static:
   """The compile-time constants, besides shapes, that a generation's two programs share.
 
-  The programs are prefill (`make_prefill`) and decoding (`make_decode`).
+  The programs are prefill (`make_prefill`) and decoding (`make_decode`), or those of a server
+  (`scmoe.inference.serving.programs`), where each request has a `sampling` of its own.
 
   Attributes:
     graph: the model's structure without its parameters (`nnx.split`).
@@ -197,7 +198,7 @@ class Static:
     return _COMPILED | (_ONE_ORDER if self.deterministic else {})
 
 
-_ROWS = P(TOKEN_AXES)  # devices that divide rows in training have rows of their own here
+_ROWS = P(TOKEN_AXES)  # also devices that divide rows in training have whole rows of their own
 _COMPILED: dict[str, Any] = {
   # Without excess precision every operation rounds to its type. With it XLA keeps float32 within a
   # fusion, and the tokens of a bfloat16 model depend on XLA's fusions: on where the experts are and

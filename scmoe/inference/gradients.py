@@ -50,7 +50,12 @@ def gradient_norms(gradients: Mapping[str, Any], model: ModelConfig) -> dict[str
 
 
 def _starts(trunk: ModelConfig, first: int) -> dict[str, list[int]]:
-  """Stack -> the first layer of each of its pairs or dense layers, from layer `first` on."""
+  """For each stack of parameters the first layer of each of its pairs, or its dense layers.
+
+  Args:
+    trunk: options of the trunk.
+    first: number of the trunk's first layer.
+  """
   found: dict[str, list[int]] = {"stages": [], "dense": []}
   for run in trunk.runs:
     for _ in range(run.start, run.stop):
@@ -60,7 +65,12 @@ def _starts(trunk: ModelConfig, first: int) -> dict[str, list[int]]:
 
 
 def _place(names: list[str], trunk: ModelConfig) -> tuple[str, int]:
-  """(part, layer counted from the pair's first) of a parameter below `stages` or `dense`."""
+  """(part, layer) of a parameter below `stages` or `dense`; the pair's first layer has number 0.
+
+  Args:
+    names: the parameter's path below the stack, such as units, 0, blocks, 1, mlp, up.
+    trunk: options of the trunk.
+  """
   every, rule = trunk.moe_every, trunk.wiring_rule
   if names[0] == "moe":
     return "gate" if "router_gate" in names else "experts", every * rule.units_per_moe - 1

@@ -55,14 +55,16 @@ class Probe:
     repeated_G: share of tokens whose best expert is the one that the layer's earlier gating chose;
       DGMoE then takes the second best. NaN for a layer's first gating.
     as_current_G: share of tokens whose best expert stays the same if the gate reads the current
-      representation instead of the shortcut; NaN for gatings that read the current representation.
+      representation instead of the shortcut; NaN for gatings that read the current representation,
+      and for `farskip`, whose shared expert reads the same value as the gate.
     drop_P: share of the choices that were dropped, in each pair: the mean of the batches' shares.
     shortcut_ratio_P: |output of the routed experts| / |main path|, in each pair: the mean of the
       batches' ratios.
     points: name of each value on the main path, in order. The values are the residual stream before
       each sublayer, "3 in" before layer 3's attention and "3 attention" before its feed-forward
-      sublayer; at the end of a Swin's stage, "4 merged"; and at the end, "out". If the number of
-      recorded values differs from that of these names, the names are numbers.
+      sublayer; at the end of a Swin's stage, "4 merged"; and at the end, "out". In `farskip` they
+      are the values that these two sublayers read. If the number of recorded values differs from
+      that of these names, the names are numbers.
     similarity_V: mean cosine between each value on the main path and the next, [points - 1]; NaN
       where a Swin merges four tokens into one between them.
     alignment_V: linear CKA of the same values (`scmoe.inference.similarity`); NaN there too.
@@ -177,7 +179,8 @@ class _Layout:
   Attributes:
     gatings, points: see `Probe`.
     second: for each gating, whether an earlier gating of the same layer uses the same experts.
-    shortcut: for each gating, whether its gate reads an earlier value than the current one.
+    shortcut: for each gating, whether its gate reads an earlier value than the MLP or shared expert
+      of its block; never in `farskip`, where both read the same.
   """
 
   def __init__(self, trunks: Sequence[Trunk]):
@@ -250,9 +253,11 @@ def _counts(
 ) -> dict[str, Array]:
   """The sums of one batch, by name; the caller adds them up over batches for `_finished`.
 
-  All are sums over the batch's tokens, or numbers of tokens that divide such sums, except `drop`
-  and `shortcut_ratio`. These two are the batch's own shares and ratios: `_finished` divides their
-  sums by the number of batches, to which each batch adds the 1 in `batches`.
+  Most are sums over the batch's tokens, or numbers of tokens that divide such sums. `drop` and
+  `shortcut_ratio` are the batch's own shares and ratios: `_finished` divides their sums by the
+  number of batches, to which each batch adds the 1 in `batches`. `hsic` of each value on the main
+  path and `hsic_next` of each value and the next are estimates, whose sums `_finished` divides by
+  each other.
   """
   begun = reading.begin(model, batch)
   h_BSD, found = begun.h_BSD, _Heard()

@@ -1,13 +1,14 @@
 """How alike two representations of the same tokens are: mean cosine, and centred kernel alignment.
 
 The cosine compares a token's two vectors. The alignment (linear CKA) compares how tokens lie to
-each other, so it is 1 as well if one representation is the other one turned, scaled or moved.
+each other, so it is 1 as well if one representation is the other one turned, scaled or moved. With
+a_i and b_i the two vectors of token i,
 
-  CKA(a, b) = HSIC(A, B) / sqrt(HSIC(A, A) · HSIC(B, B)),  A_ij = a_i · a_j
+  CKA(a, b) = HSIC(A, B) / sqrt(HSIC(A, A) · HSIC(B, B)),  A_ij = a_i · a_j,  B_ij = b_i · b_j
 
 The estimate of HSIC is the unbiased one of Song et al. 2012, so that sums over batches estimate
-that of all tokens (Nguyen et al. 2021); the ratio is taken once at the end. The estimated alignment
-of unrelated values may be below 0.
+the HSIC of all tokens (Nguyen et al. 2021); the ratio is taken once at the end. The estimated
+alignment of unrelated values may be below 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def cosine(a: Float[Array, "... D"], b: Float[Array, "... D"]) -> Float[Array, .
 
 
 def gram(x_TD: Float[Array, "T D"], mask_T: Float[Array, " T"]) -> Float[Array, "N N"]:
-  """Products of every two tokens, for `hsic`; of more than `SAMPLE` tokens evenly spaced ones.
+  """Products of every two tokens, for `hsic`; of more than `SAMPLE` tokens it takes a sample.
+
+  The sample is `SAMPLE` tokens at even distances in the batch.
 
   The mean over tokens is subtracted first. It changes no HSIC, and keeps float32 exact enough: the
   mean of a residual stream is often many times as large as the differences between tokens.
@@ -49,7 +52,7 @@ def gram(x_TD: Float[Array, "T D"], mask_T: Float[Array, " T"]) -> Float[Array, 
 
 
 def counted(mask_T: Float[Array, " T"]) -> Float[Array, ""]:
-  """Number of tokens that `gram` has taken of those that count."""
+  """Number of the tokens that count among those that `gram` takes."""
   picked = np.linspace(0, len(mask_T) - 1, min(len(mask_T), SAMPLE)).astype(int)
   return mask_T[picked].sum()
 
@@ -59,7 +62,8 @@ def hsic(a_NN: Float[Array, "N N"], b_NN: Float[Array, "N N"], n: Array) -> Floa
 
   Args:
     a_NN, b_NN: from `gram`, of the same tokens.
-    n: number of tokens that count; with fewer than 4 the result is 0.
+    n: number of tokens that count (`counted`); with fewer than 4 the estimate is not defined, and
+      the result is a finite number without meaning.
   """
   rows_a, rows_b = a_NN.sum(0), b_NN.sum(0)
   n = jnp.maximum(n, 4.0)

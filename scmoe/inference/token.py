@@ -87,9 +87,10 @@ class TokenAttention(Attention):
   def partial_sums(self, row: Normalised, positions_BS: Array) -> PartialProjections | None:
     """The token's queries, keys and values as partial sums, for the attention kernel.
 
-    Returns None if queries, keys or values have a bias, a norm or clipping; if their rotation is
-    interleaved, or turns only a part of each head; or if the kernel that would compute the partial
-    sums does not support the widths and the dtype, or does not run on this device.
+    Returns None if queries, keys or values have a bias, a norm (before or after the rotation) or
+    clipping; if their rotation is interleaved, or turns only a part of each head; or if the kernel
+    that would compute the partial sums does not support the widths and the dtype, or does not run
+    on this device.
     """
     c = self.config
     biased = any(b is not None for b in (self.query_bias, self.key_bias, self.value_bias))
@@ -129,9 +130,9 @@ class TokenAttention(Attention):
     """`Attention.mix`, which can also begin from partial sums of queries, keys and values.
 
     Arguments and results are those of `Attention.mix`, but `projected` may be a
-    `PartialProjections`. If the attention's kernel does not support these partial sums or the
-    cache, or the layer `is_masked` or has a `kind`, XLA adds the partial sums up, and
-    `Attention.mix` computes the rest.
+    `PartialProjections`. XLA adds the partial sums up, and `Attention.mix` computes the rest, if
+    the attention's kernel does not support these partial sums or the cache, if the attention has
+    sinks or chunks (`AttentionConfig.is_masked`), or if the layer has a `kind`.
     """
     if not isinstance(projected, PartialProjections):
       return super().mix(projected, *args, **options)
@@ -186,7 +187,8 @@ class TokenBlock(Block):
   def project(self, h_BSD: Array, positions_BS: Array, **kind: Any) -> Any:
     """Queries, keys and values of the token, as partial sums or as in `Block.project`.
 
-    They are partial sums, a `PartialProjections`, where `TokenAttention.partial_sums` gives them.
+    They are partial sums, a `PartialProjections`, where `TokenAttention.partial_sums` gives them
+    and the layer has no `kind`.
     """
     if isinstance(self.attention, TokenAttention) and not kind:
       row = Normalised(h_BSD, normalisation_of(self.norm_attention))

@@ -31,7 +31,8 @@ class KeyValues:
   """The cache of one attention layer: keys and values in the order of their positions.
 
   Attributes:
-    k_BSHN, v_BSHN: S is the cache's length. A row at position p never reads places past p.
+    k_BSHN, v_BSHN: S is the number of positions for which the cache has room. A token at position p
+      never reads those past p.
     table: the rows' pages, if the cache is a pool of pages (`scmoe.layers.pages`); B and S are then
       the numbers of pages and of tokens of a page. None: each row has its own cache.
   """
@@ -52,15 +53,16 @@ class LayerKind:
 
   Attributes:
     full: bool, whether the layer's tokens see all positions before them, whatever the window and
-      the chunks; None: they do not in any layer.
-    straight: bool, whether the layer has no rotary embedding; None: every layer has one.
+      the chunks; None: window and chunks hold in every layer.
+    straight: bool, whether the layer has no rotary embedding, although the configuration has one;
+      None: no layer is without it.
   """
 
   full: Array | None = None
   straight: Array | None = None
 
 
-# Queries, keys and values, each [B, S, H, N].
+# Queries [B, S, H, N], keys and values [B, S, K, N], with K heads of keys.
 Projected = tuple[Array, Array, Array]
 
 
@@ -69,20 +71,21 @@ class AttentionConfig(Options):
   """Options of softmax attention.
 
   Attributes:
-    width: D.
-    num_heads, num_kv_heads: H of queries, and of keys and values. With fewer heads of keys,
-      consecutive heads of queries share one.
-    head_dim: N.
+    width: D, the model's width.
+    num_heads, num_kv_heads: number of heads of queries, H, and of keys and values. With fewer heads
+      of keys, consecutive heads of queries share one.
+    head_dim: N, the width of a head.
     rope_theta: base of the rotary embedding; 0: no rotary embedding.
     rope: which elements form pairs, and how longer contexts stretch the angles.
     bias: whether queries and values have biases, and the output if `out_bias`; key_bias: whether
       keys have one.
     qk_norm: RMSNorm of queries and keys before the rotation: `none`, `head` (each head by itself,
-      one weight shared by all; Qwen3), or `all` (all heads at once; OLMoE). `l2`: the same as
-      `head` after the rotation, without weights, and not in layers without one (Llama-4).
+      one weight shared by all; Qwen3), or `all` (all heads at once; OLMoE). `l2`: as `head`, but
+      after the rotation, without weights, and not in layers that do not rotate (Llama-4).
     norm_eps: epsilon of that norm.
     window: positions that a token sees, itself included; 0: all before it.
-    chunk: tokens see positions of their own chunk alone, of so many positions; 0: no chunks.
+    chunk: size of the chunks into which positions are cut; a token sees those of its own chunk
+      alone. 0: no chunks.
     temperature, temperature_floor: in layers without a rotary embedding, queries at position p are
       multiplied by 1 + temperature · ln(1 + floor((p + 1) / temperature_floor)) (Llama-4).
     clip_qkv: queries, keys and values are clipped to ± this (OLMoE); 0: no clipping.
@@ -140,12 +143,12 @@ class AttentionConfig(Options):
 
   @property
   def is_masked(self) -> bool:
-    """Whether it has sinks or chunks, which the kernels for decoding a token lack."""
+    """Whether it has sinks or chunks, which the kernels for decoding a token do not compute."""
     return self.sinks or self.chunk > 0
 
 
 class Attention(nnx.Module):
-  """Softmax attention; each position sees itself and, if `causal`, the positions before it.
+  """Softmax attention: a token sees itself and those before it, or without `causal` all of its row.
 
   A schedule may put other work between its two halves: `project` makes queries, keys and values,
   `mix` computes the scores and the output. Under tensor parallelism each device has some of the
@@ -187,7 +190,7 @@ class Attention(nnx.Module):
     positions_BS: Int[Array, "B S"],
     segments_BS: Int[Array, "B S"] | None = None,
   ) -> Float[Array, "B S D"]:
-    """Both halves in a row, without a cache: [B, S, D] in the type of x.
+    """Both halves, one after the other, without a cache: [B, S, D] in the type of x.
 
     Args:
       x_BSD: normalised inputs.
@@ -201,8 +204,10 @@ class Attention(nnx.Module):
     positions_BS: Int[Array, "B S"],
     kind: LayerKind | None = None,
   ) -> Projected:
-    """Queries [B, S, H, N], keys and values [B, S, K, N] (K: `num_kv_heads`), after bias, norm,
-    clipping and rotation.
+    """Queries [B, S, H, N], keys and values [B, S, K, N], as `mix` reads them; K is `num_kv_heads`.
+
+    All three have their bias and clipping already, queries and keys also norm and rotation, and
+    queries the `temperature` of layers that do not rotate.
 
     Args:
       x_BSD: normalised inputs.
@@ -223,7 +228,15 @@ class Attention(nnx.Module):
   def _turned(
     self, x_BSHN: Array, positions_BS: Array, straight: Array | None, temperature: float = 0.0
   ) -> Array:
-    """Queries or keys after the rotation and `qk_norm=l2`; times the temperature if `straight`."""
+    """Queries or keys after the rotation and the norm of `qk_norm=l2`; if `straight` after neither.
+
+    Args:
+      x_BSHN: queries or keys.
+      positions_BS: int32 position of each token in its document.
+      straight: see `LayerKind`.
+      temperature: `AttentionConfig.temperature` for queries, which are then multiplied by its
+        factor if `straight`; 0: no factor.
+    """
     c = self.config
     turned_BSHN = rotate(x_BSHN, positions_BS, c.rope_theta, c.rope)
     if c.qk_norm == "l2":
@@ -237,7 +250,7 @@ class Attention(nnx.Module):
     return jnp.where(straight, x_BSHN, turned_BSHN)
 
   def into_heads(self, x_BSD: Array) -> list[Array]:
-    """The three products x · W without bias: queries, keys and values, [B, S, H, N]."""
+    """The three products x · W without bias: queries [B, S, H, N], keys and values [B, S, K, N]."""
     weights = (self.query, self.key, self.value)
     return [jnp.einsum("bsd,dhn->bshn", x_BSD, w[...].astype(x_BSD.dtype)) for w in weights]
 
@@ -246,7 +259,7 @@ class Attention(nnx.Module):
     return jnp.einsum("bshn,hnd->bsd", y_BSHN, self.out[...].astype(y_BSHN.dtype))
 
   def _finished(self, y_BSHN: Array, bias: Any, norm: Any = None) -> Array:
-    """One of the three products with its bias, norm and clipping."""
+    """One of the three products after its bias, norm and clipping, as far as it has them."""
     clip = self.config.clip_qkv
     y_BSHN = y_BSHN if bias is None else y_BSHN + bias[...].astype(y_BSHN.dtype)
     y_BSHN = y_BSHN if norm is None else self._normalised(y_BSHN, norm[...])
@@ -271,7 +284,7 @@ class Attention(nnx.Module):
 
     Args:
       batch: rows on this device.
-      length: S; rounded up where our kernel needs it (`cache_length`).
+      length: number of positions; rounded up where our kernel needs it (`cache_length`).
       dtype: type of keys and values.
     """
     heads = self.config.num_kv_heads // axis_size("tensor")
@@ -328,6 +341,6 @@ class Attention(nnx.Module):
     return self.over_devices(self.out_of_heads(y_BSHN)), cache
 
   def over_devices(self, y_BSD: Array) -> Array:
-    """The sum of all devices' heads, with the output's bias."""
+    """The sum of the devices' outputs, each of some heads, plus the output's bias, if any."""
     y_BSD = total(y_BSD, ("tensor",), "tensor")
     return y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(y_BSD.dtype)

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, with what joins several such blocks to one softmax.
+"""Attention in blocks, each of some queries to some keys, and joining blocks to one softmax.
 
 A block gives for each query its result over the block's keys alone, and the logarithm of the sum of
 its exponentiated scores. From these `joined` makes the result over the keys of two blocks, and the
@@ -21,21 +21,21 @@ from jaxtyping import Float
 
 from scmoe.base.compat import cudnn_attention, cudnn_attention_gradients
 
-SCORES = 1 << 28  # XLA computes at most so many scores at a time: 1 GiB of float32
+SCORES = 1 << 28  # most scores that XLA computes at a time, 1 GiB of float32; see `_by_parts`
 
-# The results of a block: float32 (float64 stays) [B, S, H, M], and the logarithms [B, H, S], -inf
-# for a query that sees no key of the block.
+# A block's results, float32 (float64 stays) [B, S, H, M], and the logarithms of the sums of its
+# exponentiated scores [B, H, S]. For a query that sees no key of the block they are 0 and -inf.
 Result = tuple[Array, Array]
 
 
 class Places(NamedTuple):
-  """The places of the queries or keys of a block.
+  """The places of the queries or of the keys of a block.
 
   Attributes:
-    row_S: int32 [S], place of each in its row.
+    row_S: int32 [S], position of each in its row.
     segments_BS: int32 [B, S], document of each; None: attention crosses documents.
-    window: of queries: int32 [], positions that each sees, itself included; may be traced, for
-      layers of which some have a window. None: all before it.
+    window: for queries only: int32 [], positions that each sees, itself included; may be traced,
+      for layers of which some have a window. None: all before it.
   """
 
   row_S: Array
@@ -45,7 +45,7 @@ class Places(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """How a block is computed.
+  """Computes blocks and their gradients, by cuDNN or by XLA.
 
   Attributes:
     scale: factor on the scores.
@@ -62,12 +62,13 @@ class Block:
     v_BTKM: Float[Array, "B T K M"],
     seen: tuple[Places, Places] | None,
   ) -> Result:
-    """The results of the queries over these keys.
+    """Each query's result over these keys alone, and the logarithms of the sums (`Result`).
 
     Args:
       q_BSHN, k_BTKN, v_BTKM: H is a multiple of K.
-      seen: places of queries and keys: a query sees the keys that are not behind it, within window
-        and document. cuDNN takes equal places only. None: each query sees each key.
+      seen: places of queries and keys: a query sees the key at its own place and those before it,
+        within window and document. cuDNN takes places only where those of queries and keys are the
+        same. None: every query sees every key.
     """
     if self.fused:
       causal = seen is not None
@@ -100,7 +101,7 @@ class Block:
     """This block's part of the gradients of queries, keys and values, float32 (float64 stays).
 
     Args:
-      q_BSHN, k_BTKN, v_BTKM, seen: as of `attend`.
+      q_BSHN, k_BTKN, v_BTKM, seen: as for `attend`.
       y_BSHM, logs_BHS: results over all keys of all blocks.
       dy_BSHM: gradient of `y_BSHM`, in the type of the queries.
     """
@@ -125,7 +126,8 @@ class Block:
       q = q.reshape(*q.shape[:2], heads, -1, q.shape[-1])
       return _flat(dq), jnp.einsum("bkgst,bskgn->btkn", d_scores, q, **_in(wide)), dv
 
-    # The logarithms' queries are their last dimension; cut like the others, it is the second.
+    # `_by_parts` cuts the second dimension. In the logarithms [B, H, S] the queries are the third
+    # one, so they become the second before the cut, and the third again in each part.
     logs_BSH = jnp.moveaxis(logs_BHS, 2, 1)
     turned: Any = lambda part: some((*part[:4], jnp.moveaxis(part[4], 1, 2)))
     given = (q_BSHN, seen and seen[0], dy_BSHM, dot_BSH, logs_BSH)
@@ -144,7 +146,8 @@ class Block:
   def _by_parts(self, function: Any, given: Any, k_BTKN: Array) -> Any:
     """Calls a function on equal parts of the queries, one after the other, and stacks its results.
 
-    The parts are as large as `SCORES` allows, so that scores of long rows fit the memory.
+    Their number is doubled from 1 until a part has at most `SCORES` scores, so that the scores of
+    long rows fit the memory, or until the queries cannot be halved once more.
     """
     rows, queries, heads = given[0].shape[:3]
     scores, count = rows * heads * k_BTKN.shape[1], 1
@@ -154,7 +157,7 @@ class Block:
     def cut(x: Array) -> Array:
       if x.ndim == 0:
         return jnp.broadcast_to(x, (count,))
-      axis = 0 if x.ndim == 1 else 1  # the places of a row have no dimension of rows
+      axis = 0 if x.ndim == 1 else 1  # `Places.row_S` has no dimension of rows
       parts = x.reshape(*x.shape[:axis], count, queries // count, *x.shape[axis + 1 :])
       return jnp.moveaxis(parts, axis, 0)
 
@@ -173,10 +176,11 @@ def visible(queries: Places, keys: Places) -> Array:
 
 
 def any_visible(queries: Places, keys: Places) -> Array:
-  """False only if no query sees a key, bool []; costs no score. Keys lie before queries.
+  """False only if no query sees any key; True does not promise that one does. Computes no score.
 
-  Documents are numbered in their order, so two blocks share one only if their ranges meet.
-  Padding, 0, counts as a document that every block with padding may share.
+  All keys must lie before all queries. Documents are numbered in their order, so the blocks share
+  one only if the last document of the keys is not before the first one of the queries. Padding has
+  the number 0, and queries with padding count as sharing a document.
   """
   seen = jnp.ones((), bool)
   if queries.window is not None:
@@ -187,7 +191,10 @@ def any_visible(queries: Places, keys: Places) -> Array:
 
 
 def joined(one: Result, other: Result) -> Result:
-  """The results over the keys of two blocks, which share no key; each query sees a key of `one`."""
+  """The results over the keys of two blocks together, from the results of each.
+
+  No key may be in both blocks, and each query must see a key of `one`.
+  """
   logs_BHS = jnp.logaddexp(one[1], other[1])
   weigh = lambda result: result[0] * jnp.moveaxis(jnp.exp(result[1] - logs_BHS), 2, 1)[..., None]
   return weigh(one) + weigh(other), logs_BHS
@@ -210,6 +217,6 @@ def _grouped(x_BHS: Array, heads: int) -> Array:
 
 
 def _rejoined(parts: Array, axis: int) -> Array:
-  """Parts of the queries [parts, ...] as one array, whose `axis` they are."""
+  """Joins parts of the queries [parts, ...] to one array, whose dimension `axis` counts queries."""
   moved = jnp.moveaxis(parts, 0, axis)
   return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])

@@ -1,8 +1,8 @@
 """Attention among the tokens of rows that the devices of `mesh.sequence` divide.
 
-Nothing but attention reads tokens of another device: all other layers compute token by token. The
-layers call `attend` of this module, which is that of `scmoe.layers.dot_product` where each device
-has whole rows.
+Only in attention does a token's result depend on other tokens of its row, which another device may
+have; all other layers compute token by token. Attention layers call `attend` of this module, which
+is that of `scmoe.layers.dot_product` where each device has whole rows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def attend(
   """Softmax attention among the tokens of each whole row, in the type of q.
 
   Args:
-    q_BSHN, k_BSKN, v_BSKM, segments_BS: this device's tokens of each row; as of
-      `scmoe.layers.dot_product.attend`.
+    q_BSHN, k_BSKN, v_BSKM, segments_BS: as for `scmoe.layers.dot_product.attend`, of this device's
+      tokens of each row.
     window, scale, causal, sinks_H, chunk, full: as there; a window counts the positions of whole
       rows.
 
@@ -56,7 +56,7 @@ def attend(
     raise ConfigError("attention: causal=False with rows that devices divide; use mesh.sequence=1")
   if axis_size(HEADS) > 1:
     return _by_heads(q_BSHN, k_BSKN, v_BSKM, segments_BS, **given)
-  if chunk:  # `RunConfig` says so before anything is built
+  if chunk:  # `RunConfig` refuses such options earlier, before anything is built
     raise ConfigError(f"chunk={chunk} with rows that a ring divides; use sequence_attention=heads")
   half, masked = q_BSHN.shape[1] // 2, segments_BS is not None
   fused = not (masked or window) and q_BSHN.shape[-1] == v_BSKM.shape[-1]
@@ -82,8 +82,9 @@ def _by_heads(
   """`attend` with all-to-alls before and after it (DeepSpeed-Ulysses, arXiv 2309.14509).
 
   With 2 devices, 8 heads of queries, 2 of keys and 16 tokens, each device has 8 tokens of all heads
-  before, and 16 tokens of 4 heads of queries and 1 of keys between. With fewer heads of keys than
-  devices, several devices get the same head: it is repeated before it travels.
+  before the first all-to-all and after the last, and between them 16 tokens of 4 heads of queries
+  and 1 of keys. With fewer heads of keys than devices, several devices get the same head: it is
+  repeated before it travels.
   """
   check_heads(q_BSHN.shape[2], k_BSKN.shape[2], parts())
   copies = max(parts() // k_BSKN.shape[2], 1)
@@ -103,15 +104,15 @@ def _by_heads(
 
 
 def check_heads(heads: int, kv_heads: int, devices: int) -> None:
-  """Checks that `mesh.sequence_attention=heads` can give each device heads.
+  """Checks that `mesh.sequence_attention=heads` can give each device equally many heads.
 
   Args:
     heads, kv_heads: of queries, and of keys and values, on a device of `mesh.tensor`.
     devices: those that divide a row.
 
   Raises:
-    ConfigError: the devices divide the heads of queries not evenly, or those of keys neither divide
-      evenly nor can be repeated so.
+    ConfigError: `heads` is not a multiple of `devices`, or of `kv_heads` and `devices` neither is a
+      multiple of the other.
   """
   for what, number in (("num_heads", heads), ("num_kv_heads", kv_heads)):
     if number % devices and (what == "num_heads" or devices % number):

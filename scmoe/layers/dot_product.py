@@ -92,7 +92,8 @@ def attend_stored(
 ) -> Float[Array, "B S H M"]:
   """`attend` over a cache: a token at position 5 sees the cache's positions 0 to 5.
 
-  With one token per row our kernel computes, where it takes the arrays; gradients come from XLA.
+  With one token per row our kernel computes, where it takes the arrays and there are no sinks, no
+  chunks and no `full`. XLA computes everything else, and every gradient.
 
   Args:
     q_BSHN: queries of the new tokens.
@@ -119,7 +120,7 @@ def visible(
   chunk: int = 0,
   full: Bool[Array, ""] | None = None,
 ) -> Bool[Array, "B S T"]:
-  """True where a token sees a position: itself, and those before it in its window and chunk.
+  """True where a token sees a position: its own, and those before it in its window and chunk.
 
   Example with chunks of 4: the token at position 5 sees positions 4 and 5, that at 4 only itself.
 
@@ -148,7 +149,7 @@ def softmax_over(
   scale: float,
   sinks_H: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B S H M"]:
-  """Softmax attention by XLA's products, with any mask and with sinks; in the type of q.
+  """Softmax attention by XLA's products, with any mask, and with sinks if given; in the type of q.
 
   A sink is a learned score of a head beside those of its keys: it takes a share of the softmax and
   has no value, so that a head may attend to nothing (GPT-OSS). With the sink s,
@@ -157,7 +158,8 @@ def softmax_over(
 
   Args:
     q_BSHN, k_BTKN, v_BTKM: as for `attend`.
-    mask_BST: True where a token sees a position; every token sees one at least.
+    mask_BST: True where a token sees a position; every token sees one at least. b is B, or 1 if all
+      rows have the same mask.
     scale: factor on the scores.
     sinks_H: the sink of each head of queries; None: no sinks.
   """
@@ -198,7 +200,7 @@ def stored(cache_BT: Array, new_BS: Array, positions_BS: Array | None) -> Array:
   new_BS = new_BS.astype(cache_BT.dtype)
   if positions_BS is None:
     return jax.lax.dynamic_update_slice_in_dim(cache_BT, new_BS, 0, 1)
-  if positions_BS.shape == (1, 1):  # XLA writes a single place in the kernel that makes the value
+  if positions_BS.shape == (1, 1):  # XLA writes one place in the kernel that computes the value
     return jax.lax.dynamic_update_slice_in_dim(cache_BT, new_BS, positions_BS[0, 0], 1)
   row_B1 = jnp.arange(new_BS.shape[0])[:, None]
   return cache_BT.at[row_B1, positions_BS].set(new_BS)
@@ -207,7 +209,8 @@ def stored(cache_BT: Array, new_BS: Array, positions_BS: Array | None) -> Array:
 def fusable(dtype: Any, head_dim: int, length: int, *, masked: bool, window: int = 0) -> bool:
   """Whether cuDNN's fused attention takes these shapes, on a GPU that has it.
 
-  It takes 16-bit floats and heads of 8 to 128; with a mask only even lengths and no window.
+  It takes 16-bit floats and heads whose width is a multiple of 8, at most 128. With a mask it takes
+  only rows of even length, and no window.
   """
   fits = dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
   return fits and not (masked and (length % 2 or window))
@@ -238,7 +241,7 @@ def _padded_to_one_width(*heads: Array) -> tuple[Array, ...]:
 
 
 def widened_on_cpu(x_BSHN: Array) -> Array:
-  """float16 as float32 on a CPU, where XLA has no float16 products for attention."""
+  """x, on a CPU as float32 if it is float16: XLA has no float16 products for attention there."""
   if x_BSHN.dtype != jnp.float16 or jax.default_backend() != "cpu":
     return x_BSHN
   _say_once("attention runs in float32: XLA has no float16 products for it on a CPU")
@@ -251,7 +254,7 @@ def _say_once(text: str) -> None:
 
 
 def _implementation(q_BSHN: Array, *, masked: bool, window: int = 0) -> Literal["cudnn"] | None:
-  """cuDNN's fused attention where it runs; None lets jax choose."""
+  """The name of cuDNN's fused attention for jax where it runs; else None, and jax chooses."""
   return "cudnn" if runs_fused(q_BSHN, masked=masked, window=window) else None
 
 
@@ -259,9 +262,10 @@ def runs_fused(q_BSHN: Array, *, masked: bool, window: int = 0) -> bool:
   """Whether cuDNN's fused attention runs here on these queries and as many keys.
 
   It needs Ampere (compute capability 8.0; a T4 has 7.5). cuDNN reads a mask as a bias, which is not
-  deterministic after Hopper. Under `--deterministic` it is never used: jax 0.11.2 ends the first
-  such step with an IndexError. Nor is it in a program of several seeds (`without_kernels`): jax's
-  batching rule for it fails with a mask of one head for all.
+  deterministic after Hopper (9.0), so with a mask it does not run there. Under `--deterministic` it
+  never runs: jax 0.11.2 ends the first such step with an IndexError. Nor does it in a program of
+  several seeds (`without_kernels`): jax's batching rule for it fails with a mask of one head for
+  all.
   """
   _, length, _, head_dim = q_BSHN.shape
   fits = fusable(q_BSHN.dtype, head_dim, length, masked=masked, window=window)

@@ -39,7 +39,7 @@ class Latents:
   Attributes:
     latent_BSR: R is the latent's width plus the rotary key's. First the normalised and scaled
       latent, then the rotated key.
-    table: as of `KeyValues`.
+    table: see `KeyValues.table`.
   """
 
   dimensions: ClassVar[int] = 3  # of an array of one layer
@@ -53,7 +53,7 @@ class LatentAttentionConfig(Options):
   """Options of latent attention, named as in the config.json of released models.
 
   Attributes:
-    width, num_heads: D and H.
+    width, num_heads: the model's width D, and the number of heads H.
     q_lora_rank: width of the queries' latent; 0: queries are projected from x directly.
     kv_lora_rank: width of the latent of keys and values.
     qk_nope_head_dim, qk_rope_head_dim: widths of a query's two parts, without and with rotation.
@@ -121,13 +121,15 @@ class LatentAttention(nnx.Module):
     positions_BS: Int[Array, "B S"],
     segments_BS: Int[Array, "B S"] | None = None,
   ) -> Float[Array, "B S D"]:
-    """Both halves in a row, without a cache: [B, S, D] in the type of x."""
+    """Both halves, one after the other, without a cache: [B, S, D] in the type of x."""
     return self.mix(self.project(x_BSD, positions_BS), positions_BS, segments_BS)[0]
 
   def project(
     self, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"]
   ) -> tuple[Array, Array, Array]:
-    """Queries [B, S, H, N], the latent [B, S, R] and the rotary key [B, S, N] that heads share.
+    """Queries [B, S, H, N], the latent [B, S, R] and the rotary key [B, S, N] that all heads share.
+
+    The latent has its norm and scale already; the key and its part of the queries are rotated.
 
     Args:
       x_BSD: normalised inputs.

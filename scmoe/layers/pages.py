@@ -5,8 +5,9 @@ pages is a cache [100, 64, ...]. A page table says which pages hold the position
 table of a row is [7, 2], page 7 holds its positions 0 to 63, and page 2 its positions 64 to 127.
 The idea is PagedAttention's (vLLM, arXiv 2309.06180).
 
-Only new tokens up to a row's last one are written, and only values up to it are read: padding and
-rows without a request change no page, and other requests' values reach no row.
+A row's new tokens are written up to its last one, the padding after it is not; and a row reads the
+values of its pages up to its last token only. So padding and rows without a request change no page,
+and the values of other requests reach no row.
 
     G  pages of the pool      T  tokens of a page      B  rows      P  pages of a row
 """
@@ -45,6 +46,8 @@ def written(
 ) -> Array:
   """A cache with the new tokens' values [B, S, ...] written into it.
 
+  With a table, tokens after their row's last one (`PageTable.last_B`) are not written.
+
   Args:
     cache: without a table the rows' own cache [B, T, ...], else the pool [G, T, ...].
     new_BS: values of the new tokens; converted to the cache's dtype.
@@ -63,11 +66,11 @@ def written(
 
 
 def read(cache: Array, table: PageTable | None) -> Array:
-  """The values at the positions 0, 1, ... of each row: the cache itself, or [B, P · T, ...].
+  """The values at the positions 0, 1, ... of each row: without a table the cache, else a copy.
 
-  Positions behind a row's last new token are zeros. They may lie in pages that an earlier request
-  has left, and an infinite value there would reach the row although its score is masked: the sum
-  over values has the term 0 · inf.
+  The copy, [B, P · T, ...], has zeros at the positions after a row's last new token. An earlier
+  request may have left values there. An infinite one would make the row's result NaN although its
+  score is masked: the sum over values has the term 0 · inf.
 
   Args:
     cache, table: as for `written`.
@@ -81,7 +84,7 @@ def read(cache: Array, table: PageTable | None) -> Array:
 
 
 def with_table(caches: Any, table: PageTable | None) -> Any:
-  """Attention caches with this page table in place of their own; None takes the table away.
+  """Attention caches with this page table in place of the one they have; None: without a table.
 
   Args:
     caches: a tree of pools (`KeyValues`, `Latents`), as `Trunk.init_caches` makes it with a row for
@@ -103,5 +106,5 @@ def with_table(caches: Any, table: PageTable | None) -> Any:
 
 
 def is_cache(x: Any) -> bool:
-  """Whether x is the cache of an attention."""
+  """Whether x is the cache of an attention: only these have a field `table`."""
   return hasattr(x, "table")

@@ -1,16 +1,19 @@
 """Attention whose keys and values go round a ring of devices that divide the tokens of each row.
 
-Each device keeps its queries. In N - 1 steps the keys and values of each of the others pass by, and
-the results over each are joined (Ring Attention, arXiv 2310.01889; causal work in equal parts:
-Striped Attention, arXiv 2311.09431, and the zigzag order of Llama 3's context parallelism,
-arXiv 2407.21783). The next keys travel while a device computes with those at hand.
+Each of N devices keeps its queries. In N - 1 steps the keys and values of the other devices pass
+by, and the results over each are joined (Ring Attention, arXiv 2310.01889). All devices have equal
+work, although a token sees only those before it (as in Striped Attention, arXiv 2311.09431, and in
+the zigzag order of Llama 3's context parallelism, arXiv 2407.21783). The next keys travel while a
+device computes with those at hand.
 
 Device i has chunks i and 2N - 1 - i of the row's 2N (`scmoe.parallel.sequence`). Example for N = 4:
 device 2 has chunks 2 and 5. When device 1's chunks 1 and 6 pass by, both of its own see chunk 1 and
 neither sees chunk 6. Of device 3's chunks 3 and 4 its chunk 5 sees both and its chunk 2 neither. So
-a step is two blocks of a chunk each on every device, without a mask: of the late queries and the
-early keys always, and of both early or both late chunks. No device waits for one with more to do.
-Windows and documents mask parts of these blocks, and a block of which nothing is seen is skipped.
+a step is two blocks without a mask on every device, each of one chunk of queries and one of keys:
+always the late queries over the early keys, and either the early queries over the early keys (of a
+device of lower rank) or the late queries over the late keys. No device waits for one with more to
+do. Windows and documents mask parts of these blocks, and a block of which nothing is seen is
+skipped.
 """
 
 from __future__ import annotations
@@ -44,11 +47,11 @@ def attend_round(
   Results of blocks are joined, and gradients are added up, in float32 (float64 stays float64).
 
   Args:
-    q_BSHN, k_BSKN, v_BSKM: as of `scmoe.layers.dot_product.attend`.
-    sinks_H: as of `scmoe.layers.dot_product.softmax_over`; None: no sinks.
+    q_BSHN, k_BSKN, v_BSKM: as for `scmoe.layers.dot_product.attend`.
+    sinks_H: as for `scmoe.layers.dot_product.softmax_over`; None: no sinks.
     segments_BS: document of each token; attention stays inside it. None: it spans the row.
     window: int32 [], positions that a token sees, itself included; None: all before it.
-    block: how a block is computed.
+    block: computes the blocks.
   """
   return _forward(q_BSHN, k_BSKN, v_BSKM, sinks_H, segments_BS, window, block)[0]
 
@@ -71,7 +74,7 @@ def _forward(
     late = joined(late, (other[0], jnp.where(step.before, hidden, other[1])))
   y = jnp.concatenate([early[0], late[0]], 1)
   logs = jnp.concatenate([early[1], late[1]], 2)
-  if sinks is not None:  # a key without a value, which all queries see
+  if sinks is not None:  # a sink is a key with the value 0 that all queries see
     nothing = jnp.zeros_like(y), jnp.broadcast_to(sinks.astype(logs.dtype)[:, None], logs.shape)
     y, logs = joined((y, logs), nothing)
   y = y.astype(q.dtype)
@@ -84,7 +87,7 @@ def _backward(block: Block, kept: Any, dy: Array) -> tuple[Any, ...]:
   own = Places(place, segments, window)
   over_all = {"y_BSHM": y, "logs_BHS": logs, "dy_BSHM": dy}
   dq, *here = block.gradients(q, k, v, (own, own), **over_all)
-  dq, passing = _halves(dq), None  # `passing`: halves of the gradients of the keys that pass by
+  dq, passing = _halves(dq), None  # `passing`: gradients of the keys and values that pass by
   sent = (k, v, Places(place, segments))
   logs_BSH = jnp.moveaxis(logs, 2, 1)  # with the queries second, as in the other arrays
   for step in _steps():
@@ -98,7 +101,7 @@ def _backward(block: Block, kept: Any, dy: Array) -> tuple[Any, ...]:
       step.added(whole, one, two, late_always=False)
       for whole, one, two in zip(passing or [(0.0, 0.0)] * 2, always[1:], other[1:])
     ]
-  home = _passed_on(passing)  # after N - 1 steps of N they are one step from where they began
+  home = _passed_on(passing)  # each device has those of the next one's keys: one step more
   dk, dv = (x + jnp.concatenate(halves, 1) for x, halves in zip(here, home))
   dq, d_sinks = jnp.concatenate(dq, 1), None
   if sinks is not None:
@@ -113,7 +116,7 @@ attend_round.defvjp(_forward, _backward)
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-  """One step of the ring.
+  """One step of the ring, in which the keys of one other device are at hand.
 
   Attributes:
     before: bool [], whether the keys at hand are those of a device of lower rank, whose early chunk
@@ -123,17 +126,32 @@ class _Step:
   before: Array
 
   def of_queries(self, tree: Any) -> tuple[Any, Any]:
-    """Halves of arrays of this device's tokens: the late ones, and those of the other block."""
+    """The halves of this device's arrays for the step's two blocks.
+
+    The late half is for the block that every step has, the early one if `before`, else the late one
+    for the other block.
+    """
     early, late = _split(tree)
     return late, self._chosen(early, late)
 
   def of_keys(self, tree: Any) -> tuple[Any, Any]:
-    """Halves of the arrays that pass by: the early ones, and those of the other block."""
+    """The halves of the arrays that pass by for the step's two blocks.
+
+    The early half is for the block that every step has, the early one if `before`, else the late
+    one for the other block.
+    """
     early, late = _split(tree)
     return early, self._chosen(early, late)
 
   def added(self, halves: Any, always: Array, other: Array, *, late_always: bool) -> Any:
-    """An early and a late half, with what two blocks add to them."""
+    """An early and a late half plus the results of the step's two blocks, (early, late).
+
+    Args:
+      halves: the early and the late half so far.
+      always: of the block that every step has.
+      other: of the other block; goes to the early half if `before`, else to the late one.
+      late_always: whether `always` goes to the late half, as for queries, or to the early one.
+    """
     early, late = halves
     early = early + jnp.where(self.before, other, 0)
     late = late + jnp.where(self.before, 0, other)
@@ -177,7 +195,7 @@ def _gradients(
 
 
 def _masks(queries: Places) -> bool:
-  """Whether a query may not see all keys of an earlier chunk."""
+  """Whether a window or documents may hide keys of an earlier chunk from a query."""
   return queries.window is not None or queries.segments_BS is not None
 
 
@@ -193,7 +211,7 @@ def _halves(x: Array, axis: int = 1) -> list[Array]:
 
 
 def _split(tree: Any) -> tuple[Any, Any]:
-  """Early and late halves of arrays [B, S, ...]; places in a row are [S], a window is []."""
+  """Early and late halves of a tree of arrays [B, S, ...] or [S]; a window, [], is in both."""
   leaves, treedef = jax.tree.flatten(tree)
   halves = [_halves(x, 0 if x.ndim == 1 else 1) if x.ndim else (x, x) for x in leaves]
   return tuple(jax.tree.unflatten(treedef, half) for half in zip(*halves))  # pyright: ignore

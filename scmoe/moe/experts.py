@@ -280,7 +280,8 @@ class FFNExpertsConfig(FFNLayerOptions, path="FFNExpertsConfig"):
     width: D, the width of tokens.
     hidden: F, the hidden width of an expert.
     num_experts: E, number of experts that have parameters.
-    gate_bias: whether the gate of a gated activation has a bias too (GPT-OSS); given by keyword.
+    gate_bias: whether the gate of a gated activation has a bias (GPT-OSS); `bias` is for up and
+      down projection. Given by keyword.
   """
 
   width: int = option(minimum=1)
@@ -293,7 +294,8 @@ class FFNExpertsConfig(FFNLayerOptions, path="FFNExpertsConfig"):
 class FFNExperts(Experts):
   """Feed-forward experts: each computes down(act(up(row))) of its rows, by grouped products.
 
-  With a gated activation an expert computes down(act(gate(row)) · up(row)).
+  With a gated activation an expert computes down(act(gate(row)) · up(row)); with `clamped_swiglu`,
+  1 plus up(row), clamped to ± 7, stands in place of up(row).
 
   Where several devices share an expert, each holds a part of the expert's hidden width. Tutel's
   adaptive parallelism decides whether weights or rows travel between these devices. With r replicas

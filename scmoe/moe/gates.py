@@ -122,7 +122,7 @@ class LinearGate(nnx.Module):
 class AffineGate(nnx.Module):
   """The logits are x · W + b (GPT-OSS); W starts as N(0, init_std²), b as 0.
 
-  It has no `top_k`: the kernel that computes product and choice together knows no bias.
+  It has no method `top_k`, since the kernel that computes product and choice together adds no bias.
   """
 
   def __init__(

@@ -341,7 +341,8 @@ class MoE(nnx.Module):
     numbers on every mesh.
 
     Args:
-      shape: the shape of this device's tokens, [batch, ..., D].
+      shape: the shape of this device's tokens, [batch, ..., D]; where devices divide rows, [batch,
+      tokens, D] with the device's tokens of each row.
       key: random key.
     """
     router, (batch, *rest) = self.config.router, shape[:-1]

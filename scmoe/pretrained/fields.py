@@ -113,7 +113,7 @@ class Fields:
     return tuple(value)
 
   def layer_kinds(self, *known: str) -> list[str] | None:
-    """The field `layer_types`, which says what each layer's attention sees; None for null.
+    """The words of the field `layer_types`: what each layer's attention sees; null gives None.
 
     Raises:
       DataError: it is not a list, or has a word that is not `known`.

@@ -66,8 +66,9 @@ class Folder:
   Attributes:
     path: the folder.
     config: the parsed config.json.
-    entries: every tensor of the model, by name, with the type that `read` returns. A matrix in fp8
-      or MXFP4 is described as bfloat16, and its scales are not listed.
+    entries: every tensor of the model, by name, with the shape and type that `read` returns. A
+      matrix in fp8 or MXFP4 is described as bfloat16, and its scales are not listed. One in MXFP4
+      has the name of its tensor of blocks without `_blocks`.
 
   Raises:
     DataError: a file is missing, truncated or malformed, or a matrix in fp8 or MXFP4 lacks fitting

@@ -1,4 +1,4 @@
-"""config.json of GPT-OSS."""
+"""Reads and writes the config.json of GPT-OSS."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from scmoe.pretrained.fields import Fields, merged
 from scmoe.pretrained.written import common_fields, head_fields, normalised, ranges
 
 WINDOW, FULL = "sliding_attention", "full_attention"
-# The rotary embedding of a config.json that says nothing about it, as in transformers.
+# The rotary embedding if config.json says nothing about it; the same numbers as in transformers.
 _ROPE = {
   "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
   "original_max_position_embeddings": 4096,
 }  # fmt: skip
-_STEEPNESS, _LIMIT = 1.702, 7.0  # of the activation `clamped_swiglu`
+_STEEPNESS, _LIMIT = 1.702, 7.0  # the only ones that the activation `clamped_swiglu` can have
 
 
 def read(c: Fields) -> tuple[ModelConfig, RouterConfig]:
-  """The options of a GPT-OSS; see `scmoe.pretrained.families.Family`.
+  """The options of a GPT-OSS from its config.json; see `scmoe.pretrained.families.Family`.
 
   Raises:
-    DataError: a field asks for something else than the model has, or `layer_types` does not have a
-      word for each layer.
+    DataError: a field asks for something that scmoe's model does not have, or `layer_types` does
+      not have a known word for each layer.
   """
   c.refuse("swiglu_alpha", _STEEPNESS)
   c.refuse("swiglu_limit", _LIMIT)
@@ -64,7 +64,7 @@ def read(c: Fields) -> tuple[ModelConfig, RouterConfig]:
 
 
 def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
-  """The fields of a GPT-OSS."""
+  """The fields of config.json for a GPT-OSS with these options; see `Family.write`."""
   full = model.full_layers
   kind = lambda i: WINDOW if model.sliding_window and i not in full else FULL
   return common_fields(model) | head_fields(model) | {

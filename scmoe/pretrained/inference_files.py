@@ -92,7 +92,7 @@ def parts(run: RunConfig, dtype: str) -> list[Part]:
 
 
 def inference_run(run: RunConfig, dtype: str) -> RunConfig:
-  """The run that a folder of this type stores: without adapters, which are merged.
+  """The configuration that a folder of this type stores: without adapters, which are merged before.
 
   `model.dtype` becomes bfloat16; for a float32 folder it stays as it is.
   """

@@ -1,7 +1,7 @@
-"""config.json of the text part of Llama-4.
+"""Reads and writes the config.json of Llama-4's text part.
 
 A folder may hold that part alone (`llama4_text`), or with the model of images (`llama4`), whose
-tensors are not read. Both leave as `llama4_text`.
+tensors are not read. scmoe writes both as `llama4_text`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,29 @@ from scmoe.pretrained.written import common_fields, head_fields, ranges
 
 WHOLE, TEXT = "llama4", "llama4_text"
 CHUNKED, FULL = "chunked_attention", "full_attention"
-_FLOOR, _SCALE = 8192, 0.1  # of the temperature, if the file gives none
+_FLOOR, _SCALE = 8192, 0.1  # `floor_scale` and `attn_scale` if the file gives none
 
 
 def read_whole(c: Fields) -> tuple[ModelConfig, RouterConfig]:
-  """The options of the text part of a Llama-4 with images; see `read`."""
+  """The options of the text part of a Llama-4 with images, from its config.json; see `read`.
+
+  Raises:
+    DataError: `text_config` is not a group of fields; or see `read`.
+  """
   text = c.values.get("text_config")
   if not isinstance(text, dict):
     raise DataError(f"{c.name}: text_config={str(text)[:40]!r} is not a group of fields")
-  # Quantisation is stated beside the parts.
+  # config.json states quantisation beside `text_config`, not in it.
   text = {"quantization_config": c.values.get("quantization_config"), **text}
   return read(Fields(text, f"{c.name}: text_config"))
 
 
 def read(c: Fields) -> tuple[ModelConfig, RouterConfig]:
-  """The options of a Llama-4; see `scmoe.pretrained.families.Family`.
+  """The options of a Llama-4 from the fields of its text part; see `families.Family`.
 
   Raises:
-    DataError: a field asks for something else than the model has; a list does not have an entry for
-      each layer; or no layer has experts.
+    DataError: a field asks for something that scmoe's model does not have; a list does not have an
+      entry for each layer; no layer has experts; or `moe_layers` names a layer that is not there.
   """
   layers, hidden = c.size("num_hidden_layers"), c.size("intermediate_size")
   turning, sees_chunk, chunk = _attention(c, layers)
@@ -87,10 +91,13 @@ def read(c: Fields) -> tuple[ModelConfig, RouterConfig]:
 
 
 def _attention(c: Fields, layers: int) -> tuple[list[int], list[bool], int]:
-  """For each layer whether its heads turn and whether chunks hold; and the size of a chunk, or 0.
+  """Which layers rotate (1, else 0), in which layers chunks hold, and the size of a chunk.
+
+  The first two have an entry for each layer. The size is 0 if chunks hold in no layer.
 
   Raises:
-    DataError: a list has another length, or says that chunks of no size hold.
+    DataError: a list does not have `layers` entries or has an unknown one; or layers have chunks
+      and the file gives no size.
   """
   size = c.size("attention_chunk_size", 0 if "attention_chunk_size" in c.values else 8192)
   turning = c.values.get("no_rope_layers") or [
@@ -113,7 +120,7 @@ def _attention(c: Fields, layers: int) -> tuple[list[int], list[bool], int]:
 
 
 def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
-  """The fields of a Llama-4 without images."""
+  """The fields of config.json for a Llama-4 without images; see `Family.write`."""
   full, straight, dense = model.full_layers, model.straight_layers, model.dense_indices
   every = range(model.moe_every - 1, model.num_layers, model.moe_every)
   kind = lambda i: CHUNKED if model.attention_chunk and i not in full else FULL

@@ -1,9 +1,11 @@
-"""Experts' matrices that a folder holds in MXFP4 (OCP Microscaling Formats 1.0), as GPT-OSS does.
+"""Reads experts' matrices in MXFP4 (OCP Microscaling Formats 1.0), the format of GPT-OSS's folders.
 
-A tensor `X` [E, K, N] is two tensors of bytes. `X_blocks` [E, N, K / 32, 16] holds 32 values of 4
-bits in 16 bytes, the even-numbered value in a byte's low half. `X_scales` [E, N, K / 32] holds the
-exponent of a power of two for each such block. A value is sign, two bits of exponent and one of
-fraction. Example: the byte 0x25 in a block with scale 128 stands for 3 · 2 and 1 · 2.
+A tensor `X` [E, K, N] (E experts, K inputs, N outputs) is stored as two tensors of bytes.
+`X_blocks` [E, N, K / 32, 16] holds blocks of 32 values: 4 bits each, so 16 bytes, with the
+even-numbered value in a byte's low half. `X_scales` [E, N, K / 32] holds a number s for each block,
+whose values are multiplied by 2^(s - 127). A value is a sign, two bits of exponent and one of
+fraction. Example: the byte 0x25 in a block with s = 128 stands for 3 · 2 (from its low half, 5) and
+1 · 2 (from its high half, 2).
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from scmoe.pretrained.quantised import Described
 
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two tensors
 STORED = "U8"  # the type of both, in the spelling of safetensors
-_IN_BYTES = 16  # of one block
+_IN_BYTES = 16  # bytes of one block
 _VALUES = 2 * _IN_BYTES
-# The value of each code; the upper eight codes are the lower ones with a minus sign.
+# The value of each code from 0 to 15; the codes from 8 on are those from 0 to 7 with a minus sign.
 _TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _TABLE = np.concatenate([_TABLE, -_TABLE])
 
 
 def packed(entries: Mapping[str, Described]) -> dict[str, tuple[int, ...]]:
-  """The shapes [E, K, N] of the tensors of a folder that are in MXFP4, by name without suffix.
+  """The shapes [E, K, N] of a folder's tensors in MXFP4, by name without `_blocks` and `_scales`.
 
   Args:
     entries: the tensors of the folder's files, by name.
@@ -40,7 +42,7 @@ def packed(entries: Mapping[str, Described]) -> dict[str, tuple[int, ...]]:
 
 
 def _checked(blocks: str, entries: Mapping[str, Described]) -> tuple[int, ...]:
-  """The shape of the tensor whose blocks these are; see `packed` for errors."""
+  """The shape [E, K, N] of the tensor whose blocks are named `blocks`; errors as in `packed`."""
   entry, name = entries[blocks], blocks.removesuffix(BLOCKS) + SCALES
   if len(entry.shape) != 4 or entry.shape[3] != _IN_BYTES:
     raise DataError(
@@ -60,7 +62,7 @@ def _checked(blocks: str, entries: Mapping[str, Described]) -> tuple[int, ...]:
 
 
 def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-  """The tensor as bfloat16 [E, K, N], in which every product of value and scale is exact.
+  """The tensor as bfloat16 [E, K, N], which holds each product of a value and its scale exactly.
 
   Products of 2^128 and more become infinite. A scale of 255 stands for NaN, as the format says.
 
@@ -71,7 +73,7 @@ def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
   experts, outputs, count, _ = blocks.shape
   found = np.empty((experts, count * _VALUES, outputs), ml_dtypes.bfloat16)
   value = np.empty((outputs, count, _VALUES), np.float32)
-  for expert in range(experts):  # one at a time: float32 needs eight times the bytes of the blocks
+  for expert in range(experts):  # one at a time, since float32 takes eight times as many bytes
     value[..., 0::2] = _TABLE[blocks[expert] & 15]
     value[..., 1::2] = _TABLE[blocks[expert] >> 4]
     value *= scales[expert].view(ml_dtypes.float8_e8m0fnu).astype(np.float32)[..., None]

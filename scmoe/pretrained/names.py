@@ -4,9 +4,10 @@ scmoe stacks the parameters of equal layers; a released tensor is the slice of o
 expert of one layer and expert. Released matrices are [out, in], ours [in, out], and attention's
 have heads as a dimension of their own. Example from OLMoE:
 `model.layers.3.mlp.experts.5.up_proj.weight` [F, D] is `params.stages.moe.experts.up[3, 5]` [D, F].
-Some families keep two matrices of ours in one tensor: Granite's `input_linear` [E, 2F, D] holds
-gate and up projections. No tensor is padded or scaled, so reading and writing a model preserves
-every bit.
+Some families have other layouts: a tensor of all experts of a layer, [in, out] (GPT-OSS, Llama-4),
+or two matrices of ours in one tensor (Granite's `input_linear` [E, 2F, D] holds gate and up
+projections). No tensor is padded or scaled here, so reading and writing a model preserves every
+bit.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from scmoe.pretrained import llama4, own
 from scmoe.run.build import build_model
 from scmoe.run.config import RunConfig
 
-_BESIDE_IMAGES = "language_model."  # before the names of a text part that has images beside it
+_BESIDE_IMAGES = "language_model."  # prefix of the text part's names in a model with images
 _STACKS = ("dense.", "stages.")  # parameters with a leading dimension over layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """One tensor of a released model.
+  """The slice of one parameter that a tensor of a released model holds, or a part of the tensor.
+
+  A tensor that holds several slices, such as gate and up projections, has a `Tensor` for each.
 
   Attributes:
     name: its name in the files.
@@ -62,7 +65,7 @@ class Tensor:
 
 
 def tensors(family: str, model: ModelConfig, router: RouterConfig) -> Iterator[Tensor]:
-  """All tensors of a model, in the order in which they are written."""
+  """The `Tensor`s of all tensors of a model, in the order in which they are written."""
   if family == own.FAMILY:
     yield from _own(model, router)
     return
@@ -268,8 +271,11 @@ def _fused_experts(model: ModelConfig, prefix: str, leaf: str, place: int) -> It
 def _interleaved_experts(
   model: ModelConfig, prefix: str, leaf: str, place: int
 ) -> Iterator[Tensor]:
-  """A layer's experts, [in, out], in four tensors: the columns of gate and up projections take
-  turns, so that column 2i is the gate's i-th one; likewise their biases."""
+  """A layer's experts, [in, out], in four tensors: gate and up in one, down, and a bias of each.
+
+  In the first and in its bias the columns of gate and up take turns: column 2i is the gate's column
+  i, and column 2i + 1 that of up.
+  """
   experts, hidden, width = model.num_experts, model.expert_hidden, model.width
   for kind, *inner in (("", width), ("_bias",)):
     name, shape = f"{prefix}.gate_up_proj{kind}", (experts, *inner, 2 * hidden)
@@ -282,7 +288,7 @@ def _interleaved_experts(
 
 
 def _joined_experts(model: ModelConfig, prefix: str, leaf: str, place: int) -> Iterator[Tensor]:
-  """A layer's experts, [in, out], in two tensors: the gate's columns come before those of up."""
+  """A layer's experts, [in, out], in two tensors: gate and up (the gate's columns first), down."""
   experts, hidden, width = model.num_experts, model.expert_hidden, model.width
   name, shape = f"{prefix}.gate_up_proj", (experts, width, 2 * hidden)
   for half, which in enumerate(("gate", "up")):

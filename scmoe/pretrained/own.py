@@ -23,7 +23,7 @@ FAMILY = "scmoe"
 CODE = "modeling_scmoe.py"  # in the model's folder, and in `remote` beside this file
 # Largest numbers from which lists are made before any tensor is compared with the files.
 _LARGEST = {"model.num_layers": 2**14, "model.moe_every": 2**10, "router.compat.gates": 2**8}
-# Options of the model that `CODE` lacks.
+# Options that `CODE` does not compute, besides `model.qk_norm=l2`.
 _UNWRITTEN = ("attention_chunk", "nope_layers", "attention_temperature")
 # What the user's own code computes does not leave with the options.
 _CODE_FIELDS = ("model.experts", "router.gate", "router.balance")
@@ -39,7 +39,7 @@ def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
 
   Raises:
     ConfigError: the model reads images, experts or gate are the user's own code, experts take turns
-      (`router.compat.uniform`), or `CODE` lacks an option.
+      (`router.compat.uniform`), or `CODE` does not compute an option.
   """
   named = to_dict(RunConfig(model=model, router=router))
   for field in ("model.experts", "router.gate"):
@@ -90,7 +90,8 @@ def derived(model: ModelConfig) -> dict[str, Any]:
   turning = model.qk_rope_head_dim if latent else model.rope.turning(model.head_dim)
   query = model.qk_nope_head_dim + turning if latent else model.head_dim
   rotary = model.style == "llama"
-  # Only wirings that have them, so that folders of earlier versions imply what they state.
+  # Left out where they say nothing: folders that earlier versions wrote do not have these fields,
+  # and `read` compares what a folder states with what its options imply.
   rare: dict[str, Any] = {"skips": True} if rule.skips else {}
   if model.opens_apart:
     rare["first_taps"] = [tap.name.lower() for tap in rule.opening.taps]

@@ -1,7 +1,8 @@
 """Draws the next token of each row by the row's own temperature, top-k, top-p and random key.
 
 A row's draw is that of `scmoe.inference.sampling.sample` for a batch of this row alone: the noise
-of its nth new token comes from the row's key and n, so it does not depend on the other rows.
+comes from the row's key and the number of new tokens that the row has already, so it does not
+depend on the other rows.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-MOST_LOGPROBS = 20  # most probable tokens whose log-probabilities a request may ask for
+MOST_LOGPROBS = 20  # limit on `Request.logprobs`
 
 
 class Needs(NamedTuple):
-  """The parts of drawing that a program has; without a part its rows cannot ask for it.
+  """The parts of drawing that a program has; its rows can use no other part.
 
-  A program with all parts would sort the vocabulary for rows that take the most probable token. A
-  branch inside the program would not do either: on a GPU the host waits for its condition.
+  A program with all parts would sort the vocabulary even if every row takes the most probable
+  token. Nor can a branch inside the program decide: on a GPU the host would wait for its condition.
 
   Attributes:
     noise: draws at temperatures above 0.
-    filters: top-k and top-p.
+    filters: top-k and top-p; they need `noise`.
     logprobs: log-probabilities.
   """
 
@@ -34,14 +35,14 @@ class Needs(NamedTuple):
   logprobs: bool = False
 
   def __or__(self, other: Any) -> Needs:
-    """The parts of both."""
+    """The parts that at least one of the two has."""
     return Needs(*(one or two for one, two in zip(self, other)))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-  """How each row draws; see `Sampling` for the first three.
+  """How each row draws; see `Sampling` for temperature, top-k and top-p.
 
   Attributes:
     temperature_B: float32; 0: the most probable token.
@@ -61,15 +62,16 @@ class Draws:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-  """The drawn tokens and their log-probabilities, natural logarithms of the model's softmax.
+  """The drawn token of each row, and with `Needs.logprobs` log-probabilities.
 
-  They are those before temperature, top-k and top-p.
+  These are natural logarithms of the model's softmax, before temperature, top-k and top-p.
 
   Attributes:
-    token_B: int32, the tokens.
-    logprob_B: float32, their log-probabilities; None without `Needs.logprobs`, as the next two.
-    top_logprob_BN, top_token_BN: float32 and int32, the most probable tokens, the likeliest first;
-      N is `MOST_LOGPROBS`, or the vocabulary's size if that is smaller.
+    token_B: int32, the drawn tokens, or the most probable ones at temperature 0.
+    logprob_B: float32, their log-probabilities; None without `Needs.logprobs`.
+    top_logprob_BN, top_token_BN: float32 and int32, log-probabilities and ids of the most probable
+      tokens, the likeliest first; None without `Needs.logprobs`. N is `MOST_LOGPROBS`, or the
+      vocabulary's size if that is smaller.
   """
 
   token_B: Array
@@ -79,12 +81,12 @@ class Drawn:
 
 
 def draw(logits_BV: Float[Array, "B V"], rows: Draws, needs: Needs) -> Drawn:
-  """Draws one token for each row.
+  """Draws one token for each row, or takes the most probable one; see `Drawn` for all results.
 
   Args:
     logits_BV: float32.
     rows: how each row draws.
-    needs: static; all that a row needs.
+    needs: the parts that some row needs; static.
   """
   token_B = logits_BV.argmax(-1).astype(jnp.int32)
   if needs.noise:
@@ -99,7 +101,7 @@ def draw(logits_BV: Float[Array, "B V"], rows: Draws, needs: Needs) -> Drawn:
 
 
 def _with_noise(logits_BV: Array, rows: Draws, needs: Needs) -> Int[Array, " B"]:
-  """The tokens of rows that draw; rows of temperature 0 get some token."""
+  """The tokens of rows that draw; rows of temperature 0 get a token that the caller replaces."""
   heat_B = jnp.where(rows.temperature_B > 0, rows.temperature_B, 1)
   logits_BV = logits_BV / heat_B[:, None]
   if needs.filters:
@@ -113,9 +115,10 @@ def _with_noise(logits_BV: Array, rows: Draws, needs: Needs) -> Int[Array, " B"]
 
 
 def _filtered(logits_BV: Array, rows: Draws) -> Array:
-  """Logits that each row's top-k, then its top-p, leaves; -inf for the others.
+  """The logits of the tokens that each row's top-k, then its top-p, keeps; -inf for the others.
 
-  As `keep_top_k` and `keep_top_p`, tokens that tie with the last one that is kept are kept too.
+  Tokens that tie with the least probable one that is kept are kept too, as by `keep_top_k` and
+  `keep_top_p`.
   """
   size = logits_BV.shape[1]
   sorted_BV = jnp.sort(logits_BV, axis=-1)[:, ::-1]

@@ -1,4 +1,7 @@
-"""Requests on their way through a server: what they have read and drawn, and where they run."""
+"""Requests on their way through a server: what they have read and drawn, and where they run.
+
+A `Job` is one request. A `Part` has the slots and pages of a part of the mesh.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from scmoe.inference.serving.requests import Answer, Ending, Request, TokenLogpr
 
 @functools.lru_cache(2**12)
 def key_data(seed: int) -> np.ndarray:
-  """The data of the random key of a seed, uint32 [W].
+  """The random key of a seed as numbers: uint32 [W], W numbers of a key.
 
-  The CPU makes it where jax has one, since a GPU would first finish the programs that it runs.
+  The CPU computes it if jax may use the CPU, since a GPU would first finish the programs that it
+  runs.
   """
   try:
     device = jax.local_devices(backend="cpu")[0]
@@ -29,7 +33,7 @@ def key_data(seed: int) -> np.ndarray:
 
 
 class Job:
-  """A request that has not ended yet.
+  """A request that waits or runs, and its new tokens so far.
 
   Args:
     number: its number; older requests have smaller ones.
@@ -38,13 +42,13 @@ class Job:
     since: when it came, in seconds of `time.perf_counter`.
 
   Attributes:
-    text: the tokens to read before the next one is drawn: the prompt, and after a restart also the
-      new tokens of before.
+    text: the tokens to read before the next one is drawn: the prompt, and after `restart` also the
+      new tokens that the host knew then.
     read: number of tokens of `text` that programs have been given.
     new: the new tokens that the host knows.
     sent: number of new tokens that programs have been asked for; at least `len(new)`.
-    slot, pages: its slot and pages; slot is -1 while it waits.
-    key: the data of its random key; None if it takes the most probable tokens.
+    slot, pages: its slot and pages; slot is -1 while it has none.
+    key: its random key (`key_data`); None if it takes the most probable tokens.
   """
 
   def __init__(self, number: int, request: Request, ending: Ending, since: float):
@@ -70,37 +74,50 @@ class Job:
 
   @property
   def wants_token(self) -> bool:
-    """Whether the next step should add a token: it has read its text, and asked for too few."""
+    """Whether the next step should add a token to the request.
+
+    So it is if the request has a slot, programs have been given all of its text, and they have been
+    asked for fewer than `max_new_tokens` tokens.
+    """
     return self.is_running and not self.unread and self.sent < self.request.max_new_tokens
 
   @property
   def position(self) -> int:
-    """The position of the last new token that programs have been asked for."""
+    """The position of the last new token that programs were asked for; the next step reads it."""
     return len(self.request.prompt) + self.sent - 1
 
   @property
   def positions(self) -> int:
-    """The most positions that it will read and write; the last new token needs none."""
+    """Most positions of the caches that it needs: no step reads the last new token."""
     return len(self.request.prompt) + max(self.request.max_new_tokens - 1, 0)
 
   def restart(self) -> None:
-    """Forgets what programs have computed; prompt and new tokens will be read anew."""
+    """Makes prompt and new tokens the `text` to read anew, since the caches have lost them."""
     self.text, self.read, self.sent = [*self.request.prompt, *self.new], 0, len(self.new)
     self.preemptions += 1
 
   def score(self, start: int, logprobs: np.ndarray) -> None:
-    """Keeps the log-probabilities of the tokens after the positions from `start` on."""
+    """Keeps log-probabilities of the prompt's tokens: of the tokens `start` + 1, `start` + 2, ...
+
+    Those of tokens after the prompt are left out.
+
+    Args:
+      start: position of the first token of a piece.
+      logprobs: for each token of the piece the log-probability of the token after it.
+    """
     for place, value in enumerate(logprobs.tolist(), start + 1):
       if place < len(self._scores):
         self._scores[place] = value
 
   def take(self, token: int, known: Any, row: int, now: float) -> str:
-    """Takes the next token; returns why the text ends with it, or "".
+    """Takes the next token; returns why the text ends with it (`Answer.finish`), "" if it goes on.
+
+    It keeps the token in `new`, unless it returns "end" or `max_new_tokens` is 0.
 
     Args:
       token: its id.
-      known: the step's `Drawn` on the host; read only for `Request.logprobs`.
-      row: its row there.
+      known: the `Drawn` of the program on the host; read only for `Request.logprobs`.
+      row: the request's row there.
       now: in seconds of `time.perf_counter`.
     """
     self._first = now if math.isnan(self._first) else self._first
@@ -118,7 +135,7 @@ class Job:
     return finish
 
   def answer(self, finish: str) -> Answer:
-    """The answer, once `take` has returned why it ends."""
+    """The answer, once `take` has returned `finish`, why the text ends."""
     asked = self.request
     return Answer(
       self.number,
@@ -134,7 +151,7 @@ class Job:
 
 
 class Part:
-  """The slots and pages of one index on the mesh's batch axes.
+  """The slots and pages of one part of the mesh: of one index on all its axes but `tensor`.
 
   Args:
     slots: number of its slots.
@@ -156,16 +173,16 @@ class Part:
 
   @property
   def reading(self) -> list[Job]:
-    """Its requests that have not read their text, oldest first."""
+    """Its requests whose text programs have not been given to the end, oldest first."""
     return sorted((job for job in self.jobs if job.unread), key=lambda job: job.number)
 
   def admit(self, job: Job, pages: list[int]) -> None:
-    """Gives a request a slot, and these pages."""
+    """Gives a request a free slot, and these pages, which the caller has taken from `free`."""
     job.slot, job.pages = self._slots.pop(), pages
     self.jobs.append(job)
 
   def release(self, job: Job) -> None:
-    """Takes a request's slot and pages back."""
+    """Takes a request's slot and pages from it; both are then free."""
     self.jobs.remove(job)
     self._slots.append(job.slot)
     self.free.free(job.pages)
@@ -178,10 +195,11 @@ class Statistics:
 
   Attributes:
     slots: slots of all parts.
-    answers, tokens: answered requests, and their new tokens.
-    steps, rows, pieces: steps of decoding, tokens that they were to add, and pieces of prompts.
+    answers, tokens: numbers of answered requests, and of their new tokens.
+    steps, rows: number of steps of decoding, and of tokens that they were to add in all.
+    pieces: number of programs that read pieces of prompts.
     preemptions: how often a request was put back because pages ran out.
-    seconds: spent in `Server.step`, with compilation.
+    seconds: time spent in `Server.step`, with compilation.
     first_seconds: for each answer the time to its first token.
   """
 
@@ -207,12 +225,15 @@ class Statistics:
     return self.rows / self.steps if self.steps else 0.0
 
   def first_at(self, share: float) -> float:
-    """The time to the first token that this share of the answers did not exceed, in seconds."""
+    """The time to the first token, in seconds, that at least this share of answers did not exceed.
+
+    NaN without answers.
+    """
     ordered = sorted(self.first_seconds)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan
 
   def line(self) -> str:
-    """All of it in one line."""
+    """The figures in one line for people; without answers it says only that there are none."""
     if not self.answers:
       return "no request answered"
     speed = self.tokens / self.seconds if self.seconds else 0.0

@@ -1,4 +1,4 @@
-"""Which pages of a pool are free, and which widths programs are compiled for."""
+"""Free pages of a pool, and the widths of tables and pieces for which programs are compiled."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ class FreePages:
     return len(self._free)
 
   def take(self, count: int) -> list[int] | None:
-    """So many pages, which are then no longer free; None, and none is taken, if there are fewer."""
+    """Takes `count` pages and returns their numbers; None, and none is taken, if fewer are free."""
     if count > len(self._free):
       return None
     return [self._free.pop() for _ in range(count)]
 
   def free(self, pages: list[int]) -> None:
-    """Gives pages back, and empties the list."""
+    """Makes pages free again, and empties the list `pages`."""
     self._free += reversed(pages)
     pages.clear()
 
 
 def widths(most: int, steps: int, factor: int, least: int = 1) -> list[int]:
-  """`most` and up to `steps` - 1 smaller numbers, each the next one over `factor`, ascending.
+  """Up to `steps` ascending numbers that end with `most`; each is the next one over `factor`.
 
-  Each program is compiled for each of these numbers of pages or tokens, so that there are few.
+  Quotients are rounded up. For each of the numbers, pages of a table or tokens of a piece, XLA
+  compiles a program; so they must be few.
 
   >>> widths(16, 3, 2)
   [4, 8, 16]
@@ -43,7 +44,7 @@ def widths(most: int, steps: int, factor: int, least: int = 1) -> list[int]:
     most: the largest number.
     steps: how many numbers at most.
     factor: quotient of neighbours.
-    least: the smallest number, if `most` is not smaller.
+    least: no number is smaller, except `most`.
   """
   found = [most]
   while len(found) < steps and -(-found[0] // factor) >= least and found[0] > 1:
@@ -52,5 +53,5 @@ def widths(most: int, steps: int, factor: int, least: int = 1) -> list[int]:
 
 
 def smallest(among: list[int], needed: int) -> int:
-  """The smallest of ascending numbers that is at least `needed`, or the last one."""
+  """The smallest of ascending numbers that is at least `needed`; the last one if none is."""
   return next((size for size in among if size >= needed), among[-1])

@@ -1,9 +1,9 @@
-"""The programs of a server: one reads pieces of prompts, the other adds a token to every row.
+"""The programs of a server: one reads pieces of prompts, the other adds a token to active slots.
 
 Both have fixed shapes: rows without work are masked, visit no expert and write to no page. The
 attention caches are a pool of pages (`scmoe.layers.pages`), which each program updates in place.
-On a mesh, every index on the batch's axes (a part) has its own slots and its own pool, and page
-tables count the pages of their own part.
+On a mesh, every index on the axes of tokens (`TOKEN_AXES`) is a *part* with its own slots and its
+own pool; the numbers in a page table count the pages of the row's own part.
 
     B  slots of a part      R  rows of a piece of a part      C  tokens of a row of a piece
     P  pages of a table
@@ -42,12 +42,13 @@ class Piece:
 
   Attributes:
     tokens_RC: int32, padded on the right.
-    start_R: int32, position of a row's first token.
-    count_R: int32, number of its tokens.
-    slot_R: int32, the slot of its part whose next token follows the piece; a number past the last
-      slot if more pieces follow.
-    page_RP: int32, its pages.
-    following_RC: int32, the token after each token, for `scores`; any token where there is none.
+    start_R: int32, position of the piece's first token in its prompt.
+    count_R: int32, number of the piece's tokens.
+    slot_R: int32, the slot, counted within its part, whose next token is drawn after the piece. A
+      number past the last slot if none is: more pieces of the prompt follow, or the row has none.
+    page_RP: int32, the pages of each row (`PageTable.page_BP`).
+    following_RC: int32, the token after each token, for `scores` of `make_piece`; any token where
+      there is none.
   """
 
   tokens_RC: Any
@@ -61,12 +62,12 @@ class Piece:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """One step of decoding.
+  """The input of one step of decoding, by slot, without the slots' last tokens.
 
   Attributes:
-    position_B: int32, position of each slot's last token; 0 for an idle slot.
+    position_B: int32, position of each slot's last token, which the step reads; 0 for an idle slot.
     active_B: bool, whether the slot adds a token.
-    page_BP: int32, its pages.
+    page_BP: int32, the pages of each slot (`PageTable.page_BP`).
   """
 
   position_B: Any
@@ -81,7 +82,7 @@ def make_pool(static: Static, pages: int, page_tokens: int) -> Any:
   Args:
     static: see `Static`.
     pages: pages of each part.
-    page_tokens: tokens of a page; more where a kernel needs it (`GPT.init_caches`).
+    page_tokens: tokens of a page; rounded up where a kernel needs it (`GPT.init_caches`).
   """
 
   def local(params):
@@ -98,7 +99,7 @@ def make_pool(static: Static, pages: int, page_tokens: int) -> Any:
 
 
 def page_bytes(static: Static, params: Any, page_tokens: int) -> int:
-  """Bytes of one page of all layers, on each device of its part."""
+  """Bytes that one page takes in all layers together, on each device of the page's part."""
   model: GPT = nnx.merge(static.graph, params)
   shapes = jax.eval_shape(make_pool(static, 1, page_tokens), params)
   shapes.pop("experts", None)
@@ -109,7 +110,7 @@ def page_bytes(static: Static, params: Any, page_tokens: int) -> int:
 
 
 def tokens_of_a_page(static: Static, params: Any, page_tokens: int) -> int:
-  """Tokens that a page of a pool made for `page_tokens` holds."""
+  """Number of tokens that a page holds: `page_tokens`, rounded up where a kernel needs it."""
   shapes = jax.eval_shape(make_pool(static, 1, page_tokens), params)
   first = jax.tree.leaves(shapes["stages"], is_leaf=is_cache)[0]
   return jax.tree.leaves(first)[0].shape[1 - first.dimensions]
@@ -119,14 +120,16 @@ def tokens_of_a_page(static: Static, params: Any, page_tokens: int) -> int:
 def make_piece(static: Static, needs: Needs, scores: bool) -> Any:
   """Makes the jitted program that reads pieces of prompts.
 
-  Its arguments are (params, router, caches, token_B, piece, draws), with `draws` of the rows R. It
-  returns the caches, the slots' last tokens with those of prompts that are complete, the `Drawn` of
-  each row, of which only those of complete prompts mean something, and the log-probability of the
-  token that follows each token: float32 [R, C], or zeros [R, 0] without `scores`.
+  Its arguments are (params, router, caches, token_B, piece, draws): `token_B` are the slots' last
+  tokens, `draws` says how each of the R rows draws. It returns four values: the caches;
+  `token_B`, in which a slot whose prompt is complete now has the token drawn after it; the `Drawn`
+  of all rows, which means nothing for rows without a slot in `Piece.slot_R`; and the
+  log-probability of the token that follows each token, float32 [R, C], or an empty array [R, 0]
+  without `scores`.
 
   Args:
-    static: see `Static`.
-    needs: what the rows' draws need.
+    static: see `Static`; its `sampling` is not read.
+    needs: the parts of drawing that the rows need.
     scores: whether to compute the log-probabilities of the prompts' own tokens.
   """
   experts = static.offload.prefill or OnDevice()
@@ -163,12 +166,14 @@ def make_piece(static: Static, needs: Needs, scores: bool) -> Any:
 def make_step(static: Static, needs: Needs) -> Any:
   """Makes the jitted program that adds one token to every active slot.
 
-  Its arguments are (params, router, caches, token_B, step, draws), with the draws of the slots; it
-  returns the caches, the last token of each slot, int32 [B], and the `Drawn`.
+  Its arguments are (params, router, caches, token_B, step, draws): `token_B` are the last tokens of
+  the slots, `draws` says how each slot draws. It returns the caches; the last token of each slot,
+  int32 [B], unchanged for slots that are not active; and the `Drawn` of all slots, which means
+  nothing for those.
 
   Args:
-    static: see `Static`.
-    needs: what the slots' draws need.
+    static: see `Static`; its `sampling` is not read.
+    needs: the parts of drawing that the slots need.
   """
   experts = static.offload.decode or OnDevice()
 
@@ -212,7 +217,16 @@ def _passed(
   router: Any,
   experts: ExpertSource,
 ) -> tuple[Array, Any]:
-  """The hidden states of the new tokens, and the caches with their keys and values."""
+  """Passes new tokens through the model: their hidden states, and the caches with their values.
+
+  Args:
+    model: the model.
+    tokens_BS, positions_BS: the new tokens and their positions.
+    mask_BS: True for tokens, False for padding after them.
+    caches: the pool, and caches of experts if there are any.
+    page_BP: the pages of each row (`PageTable.page_BP`).
+    router, experts: see `Pass`.
+  """
   options = {"no_drop": True, "router": router, "experts": experts}
   table = PageTable(page_BP, positions_BS[:, 0] + mask_BS.sum(1, dtype=jnp.int32) - 1)
   caches = with_table(caches, table)

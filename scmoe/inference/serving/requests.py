@@ -12,21 +12,21 @@ from scmoe.base.errors import ConfigError
 from scmoe.inference.serving.draw import MOST_LOGPROBS, Needs
 
 MOST_STOPS = 16  # texts and lists of tokens in `Request.stop`
-MOST_STOP = 1024  # characters or tokens of one of them
+MOST_STOP = 1024  # characters of a text in `Request.stop`, or tokens of a list
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """A prompt and how to continue it; the answer depends on nothing else.
+  """A prompt and how to continue it; the answer depends on no other request.
 
   Attributes:
     prompt: token ids, at least one.
     max_new_tokens: most tokens to add; 0 only with `prompt_logprobs`.
     temperature, top_k, top_p: see `scmoe.inference.sampling.Sampling`.
     seed: seed of the draws.
-    stop: texts and lists of token ids; the answer ends where one of them is complete.
-    logprobs: None, or for how many of the most probable tokens each new token's entry has
-      log-probabilities, besides its own; at most `MOST_LOGPROBS`.
+    stop: texts and lists of token ids, or one text; the answer ends where one of them is complete.
+    logprobs: number of most probable tokens whose log-probabilities the answer has beside each new
+      token's own, from 0 to `MOST_LOGPROBS`; None: the answer has no log-probabilities.
     prompt_logprobs: whether to compute the log-probability of each of the prompt's tokens.
   """
 
@@ -41,10 +41,12 @@ class Request:
   prompt_logprobs: bool = False
 
   def checked(self, vocabulary: int, context: int) -> Request:
-    """Checks every field; returns the request with tuples and floats in place of other types.
+    """Checks every field; returns the request with some fields in other types.
+
+    Prompt and stops become tuples, `temperature` and `top_p` floats; `top_k` becomes at most V.
 
     Args:
-      vocabulary: V; ids are from 0 to V - 1.
+      vocabulary: V, the number of token ids; they are from 0 to V - 1.
       context: the model's longest text, in tokens.
 
     Raises:
@@ -74,7 +76,7 @@ class Request:
 
   @property
   def needs(self) -> Needs:
-    """The parts of drawing that it needs."""
+    """The parts of drawing that a program must have to draw for this request."""
     draws = self.temperature > 0
     return Needs(draws, draws and (self.top_k > 0 or self.top_p < 1), self.logprobs is not None)
 
@@ -114,12 +116,15 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-  """The log-probability of one new token, before temperature, top-k and top-p.
+  """The log-probabilities of one new token and of the most probable tokens in its place.
+
+  They are natural logarithms of the model's softmax, before temperature, top-k and top-p.
 
   Attributes:
-    token: its id.
-    logprob: natural logarithm of its probability.
-    top: (id, log-probability) of the most probable tokens, the likeliest first.
+    token: the new token's id.
+    logprob: the new token's log-probability.
+    top: (id, log-probability) of the most probable tokens, the likeliest first: `Request.logprobs`
+      of them, or as many as the vocabulary has.
   """
 
   token: int
@@ -133,15 +138,15 @@ class Answer:
 
   Attributes:
     id: what `Server.submit` returned.
-    tokens: all drawn tokens, those of a stop included, without an end token.
+    tokens: all drawn tokens, those of a stop included; without the end token if `finish` is "end".
     text: their text, cut before a stop; None without a tokenizer.
     finish: why it ended: "end" (the model drew an end token), "stop" (one of `Request.stop`) or
       "length" (`max_new_tokens`).
     logprobs: an entry for each of `tokens`, or None.
     prompt_logprobs: for each of the prompt's tokens the natural logarithm of its probability after
       those before it; None for the first one. None if they were not asked for.
-    seconds: from `submit` to the last token.
-    first_seconds: from `submit` to the first one.
+    seconds: time from `submit` until the host read the last token.
+    first_seconds: time from `submit` until the host read the first token.
     preemptions: how often the request was put back because pages ran out.
   """
 
@@ -171,13 +176,15 @@ class Ending:
     self._most, self._ends, self._decode = request.max_new_tokens, ends, decode
     self._texts = [one for one in request.stop if isinstance(one, str)]
     self._lists = [list(one) for one in request.stop if not isinstance(one, str)]
-    # Every token of a text has one byte or more, and a character may begin before the window.
+    # `after` decodes the last `_window` tokens only. As every token has one byte or more, so many
+    # tokens hold the longest stop; 8 more, since the first one may begin within a character.
     self._window = max((len(one.encode()) for one in self._texts), default=0) + 8
 
   def after(self, tokens: list[int]) -> str:
     """The reason for which the text ends with the last of these new tokens; "" if it goes on.
 
-    A stop list that an end token completes is a "stop", and not an "end".
+    Where several reasons hold, it is the first of these: "stop" for a list, "end", "stop" for a
+    text, "length".
 
     Args:
       tokens: all new tokens so far, at least one.
@@ -194,7 +201,12 @@ class Ending:
     return "length" if len(tokens) == self._most else ""
 
   def text(self, tokens: list[int], finish: str) -> str | None:
-    """The text of the new tokens, cut before a stop."""
+    """The text of the new tokens, cut before a stop; None without `decode`.
+
+    Args:
+      tokens: all new tokens, without the end token if `finish` is "end".
+      finish: what `after` has returned.
+    """
     if self._decode is None:
       return None
     if finish == "stop":
@@ -205,7 +217,7 @@ class Ending:
     return text[:cut] if cut >= 0 else text
 
   def _found(self, text: str) -> int:
-    """The index at which the first stop begins; -1 if there is none."""
+    """The index in `text` at which the first stop text begins; -1 if it holds none."""
     return min((at for at in map(text.find, self._texts) if at >= 0), default=-1)
 
 

@@ -1,10 +1,10 @@
 """Continuous batching: requests join and leave a running batch, over a pool of pages.
 
-Each turn of `Server.step` runs one piece of waiting prompts and one step of decoding for all slots
-that have read their prompt. A request that ends frees its slot and its pages, which the next turn
-gives to another one. While the device computes a turn, the host reads the tokens of the turn
-before; so a request whose end token the host has not read yet may be computed one turn too long,
-and that token is thrown away.
+Each turn of `Server.step` runs one step of decoding for all slots that have read their prompt, and
+then one program that reads a piece of each of some other slots' prompts. A request that ends frees
+its slot and its pages for other requests. While the device computes a turn, the host reads the
+tokens of the turn before. So the host learns one turn late that a request has drawn an end token or
+completed a stop; the token that the device has drawn for it meanwhile is thrown away.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from scmoe.models.gpt import GPT
 from scmoe.parallel.mesh import TOKEN_AXES, make_mesh
 
 MOST_SLOTS = 2**16
-Rows = list[tuple[int, Job]]  # rows of a program, with their requests
+Rows = list[tuple[int, Job]]  # (row of a program, request in it)
+# The smallest widths for which programs are compiled, unless the largest width is smaller.
 _SHORTEST_PIECE, _FEWEST_PAGES = 16, 4  # tokens of a piece, pages of a table
-_FREE_SHARE = 0.9  # of the device's free memory, for pages, unless their number is given
+_FREE_SHARE = 0.9  # of the device's free memory goes to pages if neither number nor bytes are given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +55,11 @@ class _Results:
   """The results of one program, which the device may still be computing.
 
   Attributes:
-    drawn: next tokens of these rows.
-    rows: the rows whose next token is new.
-    logprob_RC: log-probabilities of a prompt's tokens, or None.
-    pieces: for `logprob_RC` (row, request, position of the first token, number of tokens).
+    drawn: the drawn tokens of all rows.
+    rows: the rows whose drawn token is their request's next one; that of the others means nothing.
+    logprob_RC: log-probabilities of the prompts' tokens; None if no request asked for them.
+    pieces: with `logprob_RC`, (row, request, position of the piece's first token, its number of
+      tokens) of every piece.
   """
 
   drawn: Drawn
@@ -83,14 +85,15 @@ class Server:
 
   Args:
     model: a trained model.
-    slots: requests that are decoded together; rounded up to a multiple of the mesh's parts.
+    slots: most requests that are decoded together, on the whole mesh; rounded up to a multiple of
+      the mesh's parts. A part is one index on all axes but `tensor`.
     page_tokens: tokens of a page; rounded up where a kernel needs it.
-    pages: pages of each part of the mesh; 0: as many as all slots need for the longest text, or as
-      `cache_bytes` allows.
-    cache_bytes: memory of each device for pages; 0: 0.9 of what is free, where the device says it,
-      less the pages of two layers, which a step copies.
-    prefill_tokens: tokens of the prompts that each turn reads on each part.
-    eos_id: an end token, or several.
+    pages: pages of each part; 0: as many as all its slots need for texts as long as the model's
+      context, or fewer if `cache_bytes` holds fewer.
+    cache_bytes: if `pages` is 0, memory of each device for pages. 0: 0.9 of what is free, less the
+      pages of two layers, which a step copies; no limit on a device that does not say what is free.
+    prefill_tokens: most tokens of prompts that each turn reads on each part.
+    eos_id: an end token, or several; None: no token ends a text.
     decode: makes text of token ids; None: answers have no text, and requests no texts to stop at.
     router, mesh, prepare, offload, deterministic: see `scmoe.inference.decode.stream`.
 
@@ -150,7 +153,16 @@ class Server:
     self.statistics = Statistics(parts * self._slots)
 
   def _count_pages(self, pages: int, cache_bytes: int, params: Any, longest: int) -> int:
-    """The number of pages of each part."""
+    """The number of pages of each part; see `pages` and `cache_bytes` of the class.
+
+    Args:
+      pages, cache_bytes: as given to the class.
+      params: the model's parameters.
+      longest: pages of one text of the model's context.
+
+    Raises:
+      ConfigError: the pages do not hold one such text.
+    """
     size = page_bytes(self._static, params, self.page_tokens)
     every = self._slots * longest
     if not pages and not cache_bytes:
@@ -172,18 +184,20 @@ class Server:
   # -- requests in, answers out -------------------------------------------------------------------
 
   def submit(self, prompt: Any, **options: Any) -> int:
-    """Adds a request; returns its number, from 0, which its answer has as `id`.
+    """Adds a request; returns its number, which its answer has as `id`: 0 for the first request.
 
-    The first request that draws, filters or wants log-probabilities makes XLA compile programs that
-    do this; from then on all turns use them.
+    The first request that draws, that uses top-k or top-p, or that wants log-probabilities of new
+    tokens makes XLA compile programs that do this. From then on all turns use these programs. The
+    log-probabilities of a prompt's own tokens are computed only in turns that read such a prompt.
 
     Args:
       prompt: token ids.
       options: further fields of `Request`.
 
     Raises:
-      ConfigError: a field of the request cannot be used; the server goes on as if it had not come.
-      TypeError: there is no such field.
+      ConfigError: a field of the request cannot be used. The request is not added, and the server
+        can go on.
+      TypeError: an option is no field of `Request`.
     """
     request = Request(prompt, **options).checked(self.config.vocab_size, self.config.context)
     if self._decode is None and any(isinstance(one, str) for one in request.stop):
@@ -196,24 +210,28 @@ class Server:
 
   @property
   def waiting(self) -> int:
-    """Number of requests without a slot."""
+    """Number of requests without a slot: new ones, and those that were put back."""
     return len(self._waiting)
 
   @property
   def busy(self) -> bool:
-    """Whether a request has not been answered yet."""
+    """Whether `step` has work: a request without an answer, or results that nobody has read."""
     return bool(self._waiting or self._unread or any(part.jobs for part in self._parts))
 
   def __iter__(self) -> Iterator[Answer]:
-    """Yields answers as requests end, until all are answered; `submit` may be called meanwhile."""
+    """Yields answers as requests end, until `busy` is false; `submit` may be called meanwhile."""
     while self.busy:
       yield from self.step()
 
   def step(self) -> list[Answer]:
-    """Runs one turn; returns the answers of the requests that have ended, oldest first."""
+    """Runs one turn; returns the answers of the requests that it found ended, by rising `id`.
+
+    These requests have ended in an earlier turn, whose tokens the host reads in this one.
+    """
     begin = time.perf_counter()
     self._admit()
-    # In this order, since a request that is put back must have no results that nobody has read.
+    # Decoding comes first, because it may put a request back (`_make_room`), whose results must all
+    # have been read by then. Results of pieces that ran earlier in this turn could not be.
     turn = [found for found in (self._add_tokens(), self._read_pieces()) if found is not None]
     if turn:
       self._unread.append(turn)
@@ -226,10 +244,11 @@ class Server:
   # -- one turn -----------------------------------------------------------------------------------
 
   def _admit(self) -> None:
-    """Gives waiting requests, oldest first, a free slot and the pages of their prompt.
+    """Gives waiting requests, oldest first, a slot and the pages of their text and one token more.
 
-    A part keeps a free page for every request that will need another one; else a new request would
-    be put back at once.
+    It stops at the first request for which no part has a slot and enough pages to spare. A part
+    keeps one free page back for every request of its own that will need another one; else the new
+    request would be put back at once.
     """
     size = self.page_tokens
     while self._waiting:
@@ -243,10 +262,14 @@ class Server:
       part.admit(self._waiting.popleft(), part.free.take(needed) or [])
 
   def _read_pieces(self) -> _Results | None:
-    """Runs one piece of the prompts that are not read yet; rows are those of one width.
+    """Reads a piece of each of the oldest prompts that are not read yet; None if all are read.
 
-    The oldest request of a part decides the width: the smallest one that holds the rest of its
-    prompt. `prefill_tokens` over that width is the number of rows, for the requests after it.
+    The pieces of a turn have one width, the room that each has for tokens. It is the smallest
+    compiled one that holds the rest of the oldest such prompt, or the largest if none does. (Each
+    part has an oldest one; the longest rest of these counts.) With 256 `prefill_tokens` the widths
+    are 64 and 256. If 40 tokens of the oldest prompt are left, the width is 64, and each part reads
+    up to 64 tokens of each of its 256 / 64 = 4 oldest such prompts. With 300 tokens left it is 256,
+    and each part reads a piece of one prompt.
     """
     reading = [part.reading for part in self._parts]
     if not any(reading):
@@ -288,7 +311,7 @@ class Server:
     return _Results(drawn, ended, logprob, pieces)
 
   def _add_tokens(self) -> _Results | None:
-    """Runs one step of decoding for the slots that have read their prompt."""
+    """Runs one step of decoding for the requests that want a token; None if none does."""
     wanted = [job for part in self._parts for job in part.jobs if job.wants_token]
     for job in sorted(wanted, key=lambda job: job.number):
       self._make_room(job)
@@ -315,12 +338,12 @@ class Server:
     return _Results(drawn, rows)
 
   def _make_room(self, job: Job) -> None:
-    """Gives a request the page of its next position.
+    """Gives a request the page of the position that the next step writes, if it has none yet.
 
-    If there is none, the host first reads all turns, since a request may have ended. Then the
-    youngest request of the part is put back: it waits again, in front of those that came later, and
-    its prompt and new tokens are read anew. The oldest one can always go on, as the pool holds one
-    text of the model's context.
+    If no page is free, the host first reads all turns, since a request may have ended. If still
+    none is free, the youngest request of the part, perhaps this one, is put back: it waits again,
+    in front of those that came later, and its prompt and new tokens are read anew. The oldest
+    request can always go on, as the pool holds one text of the model's context.
     """
     part = next((part for part in self._parts if job in part.jobs), None)
     while part and job.is_running and job.position // self.page_tokens >= len(job.pages):
@@ -341,7 +364,10 @@ class Server:
     self._waiting.insert(place, job)
 
   def _table(self, rows: int, jobs: Rows, positions: int) -> np.ndarray:
-    """The page table int32 [rows, P] of a program that reads so many positions."""
+    """The page table int32 [rows, P] of a program that reads positions below `positions`.
+
+    P is the smallest compiled width that holds them. Rows without a request have `NO_PAGE` only.
+    """
     width = smallest(self._tables, -(-positions // self.page_tokens))
     table = np.full((rows, width), NO_PAGE, np.int32)
     for row, job in jobs:
@@ -363,7 +389,7 @@ class Server:
       tokens = np.asarray(results.drawn.token_B).tolist()
       now = time.perf_counter()
       for row, job in results.rows:
-        # A request that has ended meanwhile was computed one turn too long.
+        # A request that has ended already was computed one turn too long: the token is dropped.
         if job.is_running and (finish := job.take(tokens[row], known, row, now)):
           next(part for part in self._parts if job in part.jobs).release(job)
           self._finished.append(job.answer(finish))
@@ -371,7 +397,7 @@ class Server:
 
 
 def _draws(shape: int, rows: Rows) -> Draws:
-  """How each row of a program draws; rows without a request take the most probable token."""
+  """How each row of a program draws; rows that are not in `rows` take the most probable token."""
   keys = np.zeros((shape, *_key_shape()), np.uint32)
   temperature, top_p = np.zeros(shape, np.float32), np.ones(shape, np.float32)
   top_k, made = np.zeros((2, shape), np.int32)

@@ -52,7 +52,8 @@ from scmoe.parallel.mesh import TOKEN_AXES
 # launches on four GPUs; with 1/4 there are half as many rounds as with 1/8, in the same peak memory
 # (experiments/dispatch).
 OVERFLOW = 4
-# Devices of these axes dispatch other tokens to experts that they hold as well.
+# The axes of tokens over which no rows are exchanged: devices that differ in one of them alone
+# dispatch different tokens to the same experts, of which each has a copy, or along `shard` a part.
 BESIDE_EXPERT = tuple(axis for axis in TOKEN_AXES if axis != "expert")
 
 

@@ -215,10 +215,12 @@ def make_exchange(config: DispatchConfig) -> Exchange:
 
 
 def _local_groups(config: DispatchConfig) -> int:
-  """Capacity groups of one device: `dispatch.groups` / number of token shards; 1 if it is 0.
+  """Capacity groups of one device: `dispatch.groups` over the number of shards, 1 for 0 groups.
+
+  A shard is an index on the mesh's axes of tokens (`TOKEN_AXES`).
 
   Raises:
-    ConfigError: `dispatch.groups` is not a multiple of the number of token shards.
+    ConfigError: `dispatch.groups` is not a multiple of the number of shards.
   """
   shards = axis_size(*TOKEN_AXES)
   groups = config.groups or shards

@@ -22,7 +22,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 silu, relu = functional.silu, functional.relu
 gelu = lambda h: functional.gelu(h, approximate="tanh")
 clamped = lambda h: h.clamp(max=7) * (1.702 * h.clamp(max=7)).sigmoid()
-# Activate a gate, which multiplies `up`, or with `clamped_swiglu` `up` clamped to ± 7, plus 1.
+# Activations of a gate. `up` is multiplied by the result; with `clamped_swiglu` it is first clamped
+# to ± 7, and 1 is added.
 GATED = {"swiglu": silu, "geglu": gelu, "reglu": relu, "clamped_swiglu": clamped}
 PLAIN = {"silu": silu, "gelu": gelu, "gelu_exact": functional.gelu, "relu": relu,
          "relu2": lambda h: relu(h).square()}  # fmt: skip
@@ -36,11 +37,11 @@ class ScmoeConfig(PretrainedConfig):
       `derived` follows from them: `taps`, the values that routed experts read; `top_k`, experts of
       a token for each tap; `shared_expert`, whether one runs beside them; `distinct`, whether the
       second tap avoids the first one's expert; `units_per_moe`, units that share a set of experts;
-      `first_taps`, of the first unit, if others; `skips`, whether attention does not read the unit
-      before's experts, nor an MLP its block's attention;
-      `dense_layers`, blocks with a dense MLP in place of experts; and the rotary embedding's
-      `frequencies` (radians per position), `amplitude`, and `score_scale` of the attention; and
-      `full_layers`, if `sliding_window` does not hold in all of them.
+      `first_taps`, the taps of the first unit if they differ; `skips`, whether a unit's first
+      attention reads the residual stream without the routed experts of the unit before, and MLPs
+      and shared experts read their block's input; `dense_layers`, blocks with a dense MLP in place
+      of experts; the rotary embedding's `frequencies` (radians per position) and `amplitude`;
+      `score_scale` of the attention; and `full_layers`, in which `sliding_window` does not hold.
   """
 
   model_type = "scmoe"
@@ -115,10 +116,10 @@ def rotate(x_BSHN, where, c):
 
 
 def attend(q_BSHN, k_BSHN, v_BSHN, where, layer, sinks_H=None):
-  """Softmax attention over the cache, to which it adds the new keys and values.
+  """Softmax attention over the cache, to which it adds the new keys and values, if there is one.
 
-  `layer` is the number under which the cache keeps those of this attention. A sink is the score of
-  one more key, whose value is zero.
+  `layer` is the attention's number, under which the cache keeps its keys and values; it also says
+  whether the window holds. A sink is the score of one more key, whose value is zero.
   """
   q, k, v = (x.transpose(1, 2) for x in (q_BSHN, k_BSHN, v_BSHN))
   if where.cache is not None:
@@ -217,7 +218,7 @@ class FeedForward(nn.Module):
   def __init__(self, c, hidden, experts=0):
     super().__init__()
     self.kind, first = c.ffn.activation, (experts,) * bool(experts)
-    every = c.expert_bias and experts > 0  # the gate has a bias too
+    every = c.expert_bias and experts > 0  # all three projections of experts have a bias
     bias = every or c.style == "gpt2"
     self.up, self.down = weight(*first, c.width, hidden), weight(*first, hidden, c.width)
     self.gate = weight(*first, c.width, hidden, wanted=self.kind in GATED)
@@ -237,7 +238,10 @@ class FeedForward(nn.Module):
 
 
 class Gate(nn.Module):
-  """Scores of the experts: x · W (linear; affine: + b), or scaled cosines with directions."""
+  """Scores of the experts: x · W (linear), x · W + b (affine), or scaled cosines (cosine).
+
+  A cosine is that of the angle between the projected x and the expert's direction.
+  """
 
   def __init__(self, width, experts, router):
     super().__init__()
@@ -268,7 +272,7 @@ class MoE(nn.Module):
     gates = [Gate(c.width, choices, router) for _ in range(router.compat.gates)]
     self.router_gate = nn.ModuleList(gates)
     self.experts = FeedForward(c, c.expert_hidden, c.num_experts)
-    self.bias = weight(choices, wanted=router.bias != "none")  # on scores, for the choice alone
+    self.bias = weight(choices, wanted=router.bias != "none")  # added to scores to choose experts
 
   def forward(self, x, avoided_T1=None):
     """The weighted sum of the experts' outputs, in the shape of x, and the experts [T, K].
@@ -376,7 +380,10 @@ class Unit(nn.Module):
     self.distinct, self.mix_current = derived.distinct, c.ablation.mix_input == "current"
 
   def handed(self, tap, h):
-    """A value for the next unit's experts, normalised if they have no norm of their own."""
+    """A value for the next unit: for experts normalised if they have no norm of their own.
+
+    If the wiring skips, it is for the next unit's attention, and stays as it is.
+    """
     norm = self.blocks[0].norm_mlp if tap == "attention" else self.blocks[0].norm_attention
     return norm(h) if self.shared_norm and not self.skips else h
 

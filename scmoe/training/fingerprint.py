@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from scmoe.parallel.mesh import host_device
+from scmoe.training.distributed import from_all_processes
 from scmoe.training.host_arrays import lies_on_host, to_device
 
 
@@ -35,11 +36,15 @@ def _survey(leaves: list[Array]) -> tuple[Array, Array]:
 def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
   """Fingerprints (8 hexadecimal digits) of arrays, and whether each is finite throughout.
 
-  The devices that hold an array compute both. For an array in the host's memory the host does, if
-  this process has all of it and the host can read its type; else its devices get a copy of it. With
-  several processes all must call this.
+  The devices that hold an array compute both. For an array in the host's memory the host does, one
+  array after the other; if the host cannot read its type, its devices get a copy of it. Processes
+  that divide such an array each read their own shards. With several processes all must call this.
   """
   found = {i: _walked(leaf) for i, leaf in enumerate(leaves) if _is_walked(leaf)}
+  if parted := [i for i in found if not leaves[i].is_fully_addressable]:
+    rows = from_all_processes({"found": [found[i] for i in parted]})
+    for i, *parts in zip(parted, *(row["found"] for row in rows)):
+      found[i] = sum(number for number, _ in parts) % 2**32, all(good for _, good in parts)
   if rest := [i for i in range(len(leaves)) if i not in found]:
     prints, finite = _survey([to_device(leaves[i]) for i in rest])
     found |= {i: (int(p), bool(f)) for i, p, f in zip(rest, np.asarray(prints), np.asarray(finite))}
@@ -87,12 +92,16 @@ def _is_walked(leaf: Array) -> bool:
   away = lies_on_host(leaf) and leaf.ndim > 0
   if (leaf.size < _WALKED and not away) or not (kind in _EXPONENTS or kind in _INTEGERS):
     return False
-  cpu = away or {d.platform for d in leaf.devices()} == {"cpu"}
-  return leaf.is_fully_addressable and cpu
+  on_cpu = {d.platform for d in leaf.devices()} == {"cpu"}
+  return away or (on_cpu and leaf.is_fully_addressable)
 
 
 def _walked(leaf: Array) -> tuple[int, bool]:
-  """(fingerprint as a number, whether all elements are finite) of an array, read in blocks."""
+  """(fingerprint as a number, whether all elements are finite) of an array, read in blocks.
+
+  Of an array that processes divide these are a summand, and whether this process's elements are
+  finite. Of equal shards one process reads one.
+  """
   strides = _strides(leaf.shape)
   total, finite = 0, True
   for shard in leaf.addressable_shards:

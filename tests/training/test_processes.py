@@ -16,6 +16,7 @@ from training_fakes import trainer
 from workers import Worker, pair
 
 from scmoe.kernels.grouped_matmul import tiles, tuned
+from scmoe.training.fingerprint import survey
 from scmoe.training.metrics import read_metrics
 from scmoe.training.restore import list_steps
 
@@ -138,11 +139,39 @@ def test_watchdog_leaves_a_collective_whose_peer_is_frozen(tmp_path):
       worker.kill()
 
 
+def said_by_two(code, **own):
+  """The last line that each of two connected processes prints; each runs `code` after connecting.
+
+  Args:
+    code: Python.
+    own: environment variables, each a function of the process's number.
+  """
+  connect = (
+    "from scmoe.training.distributed import initialize\n"
+    "from scmoe.training.options import DistributedConfig\n"
+    "initialize(DistributedConfig())\n"
+  )
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+  common = {"SCMOE_COORDINATOR": f"127.0.0.1:{port}", "SCMOE_NUM_PROCESSES": "2"}
+  started = [
+    subprocess.Popen(
+      [sys.executable, "-c", connect + code],
+      env=os.environ
+      | common
+      | {"SCMOE_PROCESS_ID": str(i)}
+      | {name: value(i) for name, value in own.items()},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  return [process.communicate(timeout=300)[0].splitlines()[-1] for process in started]
+
+
 SHARED = """
 from scmoe.kernels.grouped_matmul import tiles
-from scmoe.training.distributed import initialize
-from scmoe.training.options import DistributedConfig
-initialize(DistributedConfig())
 print(tiles.choose("up", 128, 256, gathered=True))
 """
 
@@ -155,20 +184,37 @@ def test_all_processes_use_the_firsts_tilings(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned, "_tables", {})
     own = tuned.Measured(offered[3 + i], 1.0, 2.0, "today")
     tuned.keep(jax.devices()[0].device_kind, {("up", 128, 256, True): own})
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
-  common = {"SCMOE_COORDINATOR": f"127.0.0.1:{port}", "SCMOE_NUM_PROCESSES": "2"}
-  started = [
-    subprocess.Popen(
-      [sys.executable, "-c", SHARED],
-      env=os.environ
-      | common
-      | {"SCMOE_PROCESS_ID": str(i), "XDG_CACHE_HOME": str(tmp_path / str(i))},
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  said = [process.communicate(timeout=300)[0] for process in started]
-  assert [text.splitlines()[-1] for text in said] == [str(offered[3])] * 2
+  said = said_by_two(SHARED, XDG_CACHE_HOME=lambda i: str(tmp_path / str(i)))
+  assert said == [str(offered[3])] * 2
+
+
+SURVEYED = """
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from scmoe.training import fingerprint
+from scmoe.training.host_arrays import made_on_host
+
+def on_hosts(values, *spec):
+  place = NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec(*spec))
+  return made_on_host(values.shape, place, lambda index, device: values[index])
+
+fingerprint._survey = None  # it would move the arrays to the devices, all at once
+bad = np.ones((4, 2), np.float32)
+bad[3, 1] = np.nan
+whole = np.arange(6, dtype=np.int16)
+halves = np.arange(24, dtype=np.float32).reshape(2, 12)
+arrays = [on_hosts(halves, "data"), on_hosts(whole), on_hosts(bad, "data")]
+print(fingerprint.survey(arrays))
+"""
+
+
+def test_the_hosts_of_two_processes_read_what_lies_in_their_memory():
+  """One array is divided, one is whole on both, one has a NaN that only the second process sees."""
+  one_device = lambda i: "--xla_force_host_platform_device_count=1"
+  bad = np.ones((4, 2), np.float32)
+  bad[3, 1] = np.nan
+  halves = np.arange(24, dtype=np.float32).reshape(2, 12)
+  want = survey([jax.device_put(x) for x in (halves, np.arange(6, dtype=np.int16), bad)])
+  assert want[1] == [True, True, False]
+  assert said_by_two(SURVEYED, XLA_FLAGS=one_device) == [str(want)] * 2

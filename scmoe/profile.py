@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 
-from scmoe.base.errors import run_main
+from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.sizes import duration
 from scmoe.base.stored import write_json
 from scmoe.blocks.schedule import (
@@ -144,7 +144,15 @@ def profile(
     rounds, calls: see `interleave`.
     modelled_on: machine of the modelled schedule.
     clock: whether to time the controls of the exchanges too (`scmoe.profiling.clock`).
+
+  Raises:
+    ConfigError: the run trains adapters.
   """
+  if run.lora.rank:
+    raise ConfigError(
+      f"lora.rank={run.lora.rank}: a profile has no base whose adapters it could train, and its "
+      "steps train all parameters; set lora.rank=0"
+    )
   took = Stopwatch()
   arms: dict[str, Arm] = {}
   timed: dict[str, timer.Arm] = {}

@@ -62,6 +62,13 @@ def test_unknown_wiring(tmp_path):
     profile.main(["--compare", "top9", "--workdir", str(tmp_path)])
 
 
+def test_steps_that_train_adapters_are_not_profiled_as_steps_of_all_parameters(tmp_path):
+  words = "--config quickstart --smoke --config.lora.rank=2 --config.train.init_from=base"
+  fields = "--rounds 1 --calls 1 --clock=false --config.overlap.search_seconds=0"
+  with pytest.raises(ConfigError, match="lora.rank=2: a profile has no base"):
+    profile.main([*words.split(), *fields.split(), "--workdir", str(tmp_path)])
+
+
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
   """The command's folder and its figures, of one ScMoE on simulated devices."""

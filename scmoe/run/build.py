@@ -214,7 +214,8 @@ class Built:
   def cut(self) -> Built:
     """This run cut to two block pairs and one group of microbatches, on the same devices.
 
-    `overlap.flight` microbatches make a group: the step computes them side by side.
+    `overlap.flight` microbatches make a group: the step computes them side by side. The cut has no
+    teacher, and it trains all parameters even if the run trains adapters: their base is not loaded.
     """
     run = self.run
     model = run.model.shortened(2)

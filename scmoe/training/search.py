@@ -467,8 +467,9 @@ def fastest_step(
 
   With auto a cut of the run proposes a change. The change is taken if it is faster on whole steps
   too. Whole steps need memory for one state of the run, freed before the run makes its own. In a
-  run with a teacher the cut, without teacher, decides alone: a whole step would need the teacher's
-  arrays, and they are not loaded yet.
+  run with a teacher, or with adapters of a base, the cut decides alone: a whole step would need the
+  arrays of teacher or base, and they are not loaded yet. The cut has no teacher, and trains all
+  parameters.
 
   Args:
     built: the model and its options.

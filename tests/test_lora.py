@@ -12,8 +12,14 @@ from scmoe import convert, evaluate, generate, train
 from scmoe.base.errors import CheckpointError, ConfigError, Preempted
 from scmoe.models.low_rank import Adapters, LoraConfig
 from scmoe.run import build
-from scmoe.run.adapters import BASE, digest_of_base, restore_weights, restore_weights_on_host
-from scmoe.run.base import with_base
+from scmoe.run.adapters import (
+  BASE,
+  build_training,
+  digest_of_base,
+  restore_weights,
+  restore_weights_on_host,
+)
+from scmoe.run.base import load_base, with_base
 from scmoe.run.config import to_dict
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import dry_run
@@ -222,6 +228,7 @@ def test_a_copy_that_an_earlier_start_left_is_replaced(root, tmp_path):
     (["--config.lora.rank=4"], "lora.rank: 2 -> 4"),
     (["--config.lora.targets=experts"], "lora.targets: attention,experts -> experts"),
     (["--config.lora.rank=0"], "lora.rank: 2 -> 0"),
+    (["--config.lora.base=abc"], "lora.base='abc' is not the model in .*base, which is"),
   ],
 )
 def test_a_run_goes_on_with_its_own_adapters_only(root, tuned, argv, message):
@@ -238,8 +245,12 @@ def test_a_base_that_was_exchanged_or_removed_is_refused(root, tuned, tmp_path):
     run(other, root / "moving", "--config.train.steps=4")
   with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*base"):
     evaluate.evaluate_run(str(other), mesh="data=1", max_batches=1)
+  stored = open_run(str(other), None).run
   shutil.copytree(root / "other", other / BASE)
   with pytest.raises(ConfigError, match=r"lora.base: .* -> "):
     run(other, root / "moving", "--config.train.steps=4")
   with pytest.raises(ConfigError, match="is not the model that its adapters were trained on"):
     evaluate.evaluate_run(str(other), mesh="data=1", max_batches=1)
+  # A replay reads the base through the same function, and would blame the hardware.
+  with pytest.raises(ConfigError, match="is not the model that its adapters were trained on"):
+    load_base(build_training(stored), other)

@@ -157,7 +157,7 @@ def restore_weights(
   wanted = abstract | {kind: adapters.shapes for kind, adapters in own.items()}
   found = restore_part(workdir, wanted, step)
   for kind, adapters in own.items():
-    base = restore_part(_base(workdir, run), {"params": abstract[kind]})["params"]
+    base = restore_part(base_of(workdir, run), {"params": abstract[kind]})["params"]
     merge = jax.jit(adapters.merged, out_shardings=shardings_of(abstract[kind]), donate_argnums=0)
     found[kind] = merge(base, found[kind])
   return found
@@ -175,7 +175,7 @@ def restore_weights_on_host(
     return restore_on_host(workdir, abstract, step)
   adapters = Adapters(run.lora, abstract)
   own = restore_on_host(workdir, adapters.shapes, step)
-  base = restore_on_host(_base(workdir, run), abstract)
+  base = restore_on_host(base_of(workdir, run), abstract)
   return adapters.merged(base, own, lambda leaf: np.asarray(_merged(leaf)))
 
 
@@ -191,7 +191,7 @@ def digest_of_base(workdir: str | Path) -> str:
   return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _base(workdir: str | Path, run: RunConfig) -> Path:
+def base_of(workdir: str | Path, run: RunConfig) -> Path:
   """The folder of a stored run's base.
 
   Raises:

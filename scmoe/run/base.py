@@ -23,7 +23,7 @@ from scmoe.base.sizes import number
 from scmoe.models.low_rank import LoraConfig
 from scmoe.pretrained.stream import flat, leaves_of, nested
 from scmoe.run import build
-from scmoe.run.adapters import BASE, BuiltAdapters, digest_of_base, restore_weights
+from scmoe.run.adapters import BASE, BuiltAdapters, base_of, digest_of_base, restore_weights
 from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.opened import Stored, open_run
 from scmoe.training.checkpoint import Checkpointer
@@ -65,23 +65,26 @@ def with_base(run: RunConfig, workdir: Path) -> RunConfig:
   if not run.lora.rank:
     return run
   workdir = prepare_workdir(workdir)
-  if list_steps(workdir / FOLDER):
+  if resumed := bool(list_steps(workdir / FOLDER)):
     if not list_steps(workdir / BASE / FOLDER):
       raise ConfigError(
         f"lora.rank={run.lora.rank}: {workdir} holds checkpoints and no {BASE}: a run that trains "
         "all its parameters, or one whose base was removed; use another workdir"
       )
     found = digest_of_base(workdir)  # a resumed run compares it with its checkpoint's `lora.base`
+    place = str(workdir / BASE)
   else:
     with OnFirst(RunLock(workdir)):
       _copy(run, workdir / BASE)
     found = digest_of_base(workdir)
-    if run.lora.base not in ("", found):
+    place = f"train.init_from={run.train.init_from!r}"
+  if run.lora.base not in ("", found):
+    if not resumed:
       _removed(workdir / BASE)
-      raise ConfigError(
-        f"lora.base={run.lora.base!r} is not the model in train.init_from={run.train.init_from!r}, "
-        f"which is {found!r}; leave lora.base empty, or give the other model"
-      )
+    raise ConfigError(
+      f"lora.base={run.lora.base!r} is not the model in {place}, which is {found!r}; leave "
+      "lora.base empty, or give the other model"
+    )
   return dataclasses.replace(run, lora=dataclasses.replace(run.lora, base=found))
 
 
@@ -186,9 +189,10 @@ def load_base(built: build.Built, workdir: Path) -> dict[str, PyTree]:
 
   Raises:
     CheckpointError: the base is damaged.
-    ConfigError: a stored shape or type is not that of the model.
+    ConfigError: it is not the model that `lora.base` names, or a stored shape or type is not that
+      of the model.
   """
-  place = workdir / BASE
+  place = base_of(workdir, built.run)
   meta = read_meta(place)
   shapes = built.router_shapes
   wanted = {"params": built.shapes}

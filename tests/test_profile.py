@@ -65,7 +65,7 @@ def test_unknown_wiring(tmp_path):
 def test_steps_that_train_adapters_are_not_profiled_as_steps_of_all_parameters(tmp_path):
   words = "--config quickstart --smoke --config.lora.rank=2 --config.train.init_from=base"
   fields = "--rounds 1 --calls 1 --clock=false --config.overlap.search_seconds=0"
-  with pytest.raises(ConfigError, match="lora.rank=2: a profile has no base"):
+  with pytest.raises(ConfigError, match=r"lora\.rank=2: a profile has no base"):
     profile.main([*words.split(), *fields.split(), "--workdir", str(tmp_path)])
 
 

@@ -180,9 +180,9 @@ class BlockConfig(Options, path="model"):
     return self.moe_every * self.wiring_rule.units_per_moe
 
   def resolve(self) -> Any:
-    """The options with the values of other fields for which a 0 or an empty word stands.
+    """Replaces each 0 or empty word that means "follows from other fields", and checks the result.
 
-    It also checks what depends on more than one field.
+    For example `head_dim` = 0 becomes width / num_heads.
 
     Raises:
       ConfigError: names the field, what was got and what would do.
@@ -192,7 +192,7 @@ class BlockConfig(Options, path="model"):
     return resolved
 
   def _filled(self) -> Any:
-    """The options with the values of other fields for which a 0 or an empty word stands."""
+    """The options with each 0 or empty word that means "follows from other fields" replaced."""
     hidden = self.mlp_hidden or 4 * self.width
     expert_hidden = self.expert_hidden or hidden
     return dataclasses.replace(

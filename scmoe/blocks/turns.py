@@ -50,7 +50,7 @@ def in_turns(walks: Sequence[Walk]) -> Iterator[tuple[Callable[[Step], None], St
   for number, turn in enumerate(turns):
     for i, walk in enumerate(walks):
       # The first batch's first turn has no tie: the last batch may still wait for the rows of the
-      # pair before.
+      # pair before, and the first batch must not wait with it.
       if number or i:
         _tie(walks, i)
       walk.resume()

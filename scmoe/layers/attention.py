@@ -176,7 +176,7 @@ class Attention(nnx.Module):
     self.out = weight((c.num_heads, c.head_dim, c.width), c.out_std, ("heads", None, "embed"))
     self.query_bias = zeros((c.num_heads, c.head_dim), ("heads", None))
     # Without a norm or rotation of keys, their bias adds the same number to all scores of a query,
-    # which softmax cancels. So only `key_bias` adds one, not `bias`.
+    # which softmax cancels, but for sinks. So only `key_bias` adds one, not `bias`.
     self.key_bias = zeros((c.num_kv_heads, c.head_dim), ("kv_heads", None), c.key_bias)
     self.value_bias = zeros((c.num_kv_heads, c.head_dim), ("kv_heads", None))
     self.out_bias = zeros((c.width,), ("embed",), c.bias and c.out_bias)

@@ -129,7 +129,8 @@ class LatentAttention(nnx.Module):
   ) -> tuple[Array, Array, Array]:
     """Queries [B, S, H, N], the latent [B, S, R] and the rotary key [B, S, N] that all heads share.
 
-    The latent has its norm and scale already; the key and its part of the queries are rotated.
+    R is `kv_lora_rank` here. The latent has its norm and scale already; the key, and the part of
+    the queries that meets it, are rotated.
 
     Args:
       x_BSD: normalised inputs.

@@ -294,8 +294,8 @@ class FFNExpertsConfig(FFNLayerOptions, path="FFNExpertsConfig"):
 class FFNExperts(Experts):
   """Feed-forward experts: each computes down(act(up(row))) of its rows, by grouped products.
 
-  With a gated activation an expert computes down(act(gate(row)) · up(row)); with `clamped_swiglu`,
-  1 plus up(row), clamped to ± 7, stands in place of up(row).
+  With a gated activation an expert computes down(act(gate(row)) · up(row)). With `clamped_swiglu`
+  up(row) is first clamped to ± 7, and then 1 is added to it.
 
   Where several devices share an expert, each holds a part of the expert's hidden width. Tutel's
   adaptive parallelism decides whether weights or rows travel between these devices. With r replicas

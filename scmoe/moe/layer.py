@@ -342,7 +342,7 @@ class MoE(nnx.Module):
 
     Args:
       shape: the shape of this device's tokens, [batch, ..., D]; where devices divide rows, [batch,
-      tokens, D] with the device's tokens of each row.
+        tokens, D] with the device's tokens of each row.
       key: random key.
     """
     router, (batch, *rest) = self.config.router, shape[:-1]

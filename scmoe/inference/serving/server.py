@@ -57,7 +57,8 @@ class _Results:
   Attributes:
     drawn: the drawn tokens of all rows.
     rows: the rows whose drawn token is their request's next one; that of the others means nothing.
-    logprob_RC: log-probabilities of the prompts' tokens; None if no request asked for them.
+    logprob_RC: log-probabilities of the prompts' tokens; None if no request in the program asked
+      for them.
     pieces: with `logprob_RC`, (row, request, position of the piece's first token, its number of
       tokens) of every piece.
   """

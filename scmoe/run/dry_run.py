@@ -374,6 +374,7 @@ def _memory_lines(result: DryRun) -> list[str]:
   if result.away is not None:
     name = "in the host's memory, per device"
     lines.append(f"  {name:36} {size_of(result.away.total):>12}")
+    lines.append(f"  {'more there during a save':36} {size_of(result.away.saving):>12}")
   return lines
 
 

@@ -31,10 +31,13 @@ class Away:
   Attributes:
     layers: bytes of each layer, in the order of their update; first those beside the stacks.
     ahead: see `scmoe.training.streamed_update.OnHost`.
+    saving: further bytes there while a checkpoint is written or read: stacks put together, and
+      parameters in float32 (`TrainState.for_checkpoint`).
   """
 
   layers: tuple[int, ...]
   ahead: int
+  saving: int = 0
 
   @property
   def total(self) -> int:
@@ -72,7 +75,15 @@ def away(state: TrainState, ahead: int) -> Away | None:
       layer = stack_of(path), i
       sizes[layer] = sizes.get(layer, 0) + _bytes(part)
   found = tuple(size for size in sizes.values() if size)
-  return Away(found, ahead) if found else None
+  return Away(found, ahead, _saving(state)) if found else None
+
+
+def _saving(state: TrainState) -> int:
+  abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+  state = jax.tree.map(abstract, state)
+  saved = jax.tree.leaves(state.for_checkpoint())
+  kept = {id(x) for x in jax.tree.leaves(state)}  # what the checkpoint takes as it is
+  return sum(_bytes(x) for x in saved if lies_on_host(x) and id(x) not in kept)
 
 
 def _bytes(x: Any) -> int:
@@ -92,6 +103,8 @@ def host_memory() -> int | None:
 def check_host_memory(built: Built) -> None:
   """Checks, before anything is allocated, that the host can keep what the run puts there.
 
+  Every run saves, so the bytes of a save count too.
+
   Raises:
     ConfigError: the devices have no such memory, or the host has too little of it.
   """
@@ -107,9 +120,12 @@ def check_host_memory(built: Built) -> None:
     )
   plan, free = away(built.abstract_state(), mesh.moments_ahead), host_memory()
   here = sum(one.process_index == jax.process_index() for one in built.mesh.devices.flat)
-  if plan is not None and free is not None and here * plan.total > free:
+  if plan is None or free is None:
+    return
+  kept, more = here * plan.total, here * plan.saving
+  if kept + more > free:
     raise ConfigError(
-      f"mesh.moments_in='host' keeps {size_of(here * plan.total)} in this host's memory "
-      f"({here} x {size_of(plan.total)}), which has {size_of(free)} available; use "
+      f"mesh.moments_in='host' keeps {size_of(kept)} in this host's memory and needs "
+      f"{size_of(more)} more to save (devices here: {here}), got {size_of(free)} available; use "
       "optimizer.moments=bfloat16, a larger mesh.expert or mesh.shard_state, or fewer layers"
     )

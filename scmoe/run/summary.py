@@ -71,9 +71,10 @@ def passes(built: build.Built, data: Any) -> list[str]:
 
 def _host_lines(built: build.Built) -> list[str]:
   plan = away(built.abstract_state(), built.run.mesh.moments_ahead)
-  return (
-    [f"             {size_of(plan.total)} in the host's memory for each device"] if plan else []
-  )
+  if plan is None:
+    return []
+  kept, more = size_of(plan.total), size_of(plan.saving)
+  return [f"             {kept} in the host's memory for each device, {more} more during a save"]
 
 
 def state_bytes(built: build.Built) -> int:

@@ -120,6 +120,9 @@ def test_the_plan_is_what_the_arrays_are():
   plan, held = dry_run(own.run), lambda x: x.addressable_shards[0].data.nbytes
   leaves = jax.tree.leaves((state.params, state.opt_state))
   assert plan.away.total == sum(held(x) for x in leaves if lies_on_host(x))
+  kept = set(map(id, leaves))
+  saved = [x for x in jax.tree.leaves(state.for_checkpoint()) if id(x) not in kept]
+  assert plan.away.saving == sum(held(x) for x in saved if lies_on_host(x)) > plan.away.total
   assert plan.memory.parameters == sum(map(held, jax.tree.leaves(state.readable().params)))
   counters = sum(held(x) for x in jax.tree.leaves(state.opt_state) if not lies_on_host(x))
   assert plan.memory.optimizer == counters + sum(map(held, jax.tree.leaves(state.average)))
@@ -184,11 +187,14 @@ def test_fingerprints_do_not_depend_on_the_memory():
 
 def test_a_host_with_too_little_memory_says_so(monkeypatch):
   own = built("host")
-  need = 4 * dry_run(own.run).away.total
+  plan = dry_run(own.run).away
+  need = 4 * (plan.total + plan.saving)
   monkeypatch.setattr(host_memory_module, "host_memory", lambda: need)
   check_host_memory(own)
   monkeypatch.setattr(host_memory_module, "host_memory", lambda: need - 1)
-  with pytest.raises(ConfigError, match=r"^mesh.moments_in='host' keeps .* \(4 x .*\), which has"):
+  with pytest.raises(
+    ConfigError, match=r"^mesh.moments_in='host' keeps .* more to save .* here: 4\), got"
+  ):
     check_host_memory(own)
   check_host_memory(built("device"))
 

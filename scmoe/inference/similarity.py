@@ -63,9 +63,10 @@ def hsic(a_NN: Float[Array, "N N"], b_NN: Float[Array, "N N"], n: Array) -> Floa
   Args:
     a_NN, b_NN: from `gram`, of the same tokens.
     n: number of tokens that count (`counted`); with fewer than 4 the estimate is not defined, and
-      the result is a finite number without meaning.
+      the result is 0.
   """
   rows_a, rows_b = a_NN.sum(0), b_NN.sum(0)
-  n = jnp.maximum(n, 4.0)
+  enough, n = n >= 4, jnp.maximum(n, 4.0)
   both = rows_a.sum() / (n - 1) * (rows_b.sum() / (n - 2))
-  return ((a_NN * b_NN).sum() + both - 2 / (n - 2) * (rows_a @ rows_b)) / (n * (n - 3))
+  estimate = ((a_NN * b_NN).sum() + both - 2 / (n - 2) * (rows_a @ rows_b)) / (n * (n - 3))
+  return jnp.where(enough, estimate, 0.0)

@@ -71,3 +71,12 @@ def test_cosine_is_numpys():
   expected = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
   np.testing.assert_allclose(cosine(jnp.asarray(a), jnp.asarray(b)), expected, rtol=1e-5)
   assert float(cosine(jnp.zeros(3), jnp.ones(3))) == 0
+
+
+def test_three_tokens_have_no_estimate():
+  """The unbiased estimate divides by n - 3: with fewer than four tokens it counts as 0."""
+  a, b = values()
+  for tokens in (2, 3):
+    mask = jnp.asarray(np.arange(40) < tokens, jnp.float32)
+    grams = [gram(jnp.asarray(x, jnp.float32), mask) for x in (a, b)]
+    assert float(hsic(*grams, counted(mask))) == 0.0

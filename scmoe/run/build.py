@@ -314,19 +314,8 @@ def shares_of(run: RunConfig, shapes: Params) -> StateShares | None:
 
 
 def on_host(run: RunConfig) -> OnHost | None:
-  """How the update streams moments from the host's memory; None if they lie on the devices.
-
-  Raises:
-    ConfigError: the run trains adapters, whose moments are small.
-  """
-  if run.mesh.moments_in == "device":
-    return None
-  if run.lora.rank:
-    raise ConfigError(
-      f"mesh.moments_in='host' moves no moments of adapters (lora.rank={run.lora.rank}), which are "
-      "small; set mesh.moments_in=device, or lora.rank=0"
-    )
-  return OnHost(run.mesh.moments_ahead)
+  """How the update streams moments from the host's memory; None if they lie on the devices."""
+  return None if run.mesh.moments_in == "device" else OnHost(run.mesh.moments_ahead)
 
 
 def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:

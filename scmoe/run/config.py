@@ -230,6 +230,11 @@ class RunConfig(Options):
         f"{why} has little state to share, got mesh.shard_state={self.mesh.shard_state!r}, which "
         "adapters do not support; set mesh.shard_state=none"
       )
+    if self.mesh.moments_in != "device":
+      raise ConfigError(
+        f"{why} has small moments, got mesh.moments_in={self.mesh.moments_in!r}, which does not move "
+        "those of adapters; set mesh.moments_in=device"
+      )
     if self.optimizer.name == "muon":
       raise ConfigError(
         f"{why} trains thin factors of matrices, got optimizer.name='muon', which updates whole "

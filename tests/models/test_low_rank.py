@@ -225,6 +225,7 @@ def built_hidden(shapes):
     ({"lora": {"targets": "attention,gate"}}, "'gate' is unknown; use one or more of: attention"),
     ({"train": {"init_from": ""}}, "lora.rank=3 adapts a model that exists; set train.init_from"),
     ({"mesh": {"shard_state": "moments"}}, "lora.rank=3 .*mesh.shard_state='moments'"),
+    ({"mesh": {"moments_in": "host"}}, "lora.rank=3 .*mesh.moments_in='host'"),
     ({"optimizer": {"name": "muon"}}, "lora.rank=3 .*optimizer.name='muon'"),
     ({"model": {"tie_embeddings": True}}, "no matrices of 'head'.*model.tie_embeddings=False"),
     ({"model": {"wiring": "dense"}}, "no matrices of 'experts'; leave it out"),

@@ -27,7 +27,7 @@ from scmoe.data import DataConfig
 from scmoe.data.packages import need
 from scmoe.data.tokenizers import TOKENIZER
 from scmoe.pretrained.inference import InferenceFolder
-from scmoe.run import build
+from scmoe.run import placement
 from scmoe.run.command_line import (
   ALLOW_IMPORT,
   HELP,
@@ -146,7 +146,7 @@ def _on_tasks(values: Mapping[str, Any], changed: Mapping[str, str]) -> dict[str
 
   def opened_step() -> tuple[int, OpenRun]:
     stored = folder or open_run(values["workdir"], step, allowed)
-    run = build.on_mesh(with_changes(stored.run, changed), values["mesh"])
+    run = placement.on_mesh(with_changes(stored.run, changed), values["mesh"])
     if folder:
       return stored.step, open_folder(folder, run)
     return stored.step, open_model(run, values["workdir"], stored.step, ema=values["ema"])
@@ -180,7 +180,7 @@ def evaluate_run(
     workdir: folder of the run.
     step: step of the checkpoint; -1: the newest.
     max_batches: batches to evaluate; 0: all.
-    mesh: see `scmoe.run.build.on_mesh`.
+    mesh: see `scmoe.run.placement.on_mesh`.
     allow_import: see `scmoe.base.extensions.check_allowed`.
     changed: fields of `EVALUATED` to change, with their values.
     model: folder that `scmoe.convert --inference` wrote, instead of a run's.
@@ -196,10 +196,10 @@ def evaluate_run(
 
   def opened_step() -> tuple[Stored | InferenceFolder, RunConfig, OpenRun]:
     stored = folder or open_run(workdir, named, allow_import)
-    run = build.on_mesh(with_changes(stored.run, changed), mesh)
+    run = placement.on_mesh(with_changes(stored.run, changed), mesh)
     run.train.check_mesh(run.mesh.batch_shards)
     run.check_divided_rows()
-    run = build.with_capacity_groups_of(run, stored.run)
+    run = placement.with_capacity_groups_of(run, stored.run)
     if folder:
       return stored, run, open_folder(folder, run)
     return stored, run, open_model(run, workdir, stored.step, ema=ema)

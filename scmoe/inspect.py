@@ -29,7 +29,7 @@ from scmoe.inference.reading import ReadImages, ReadText
 from scmoe.reports import page, router
 from scmoe.reports.records import Record, read_run
 from scmoe.reports.tables import Table
-from scmoe.run import build
+from scmoe.run import build, placement
 from scmoe.run.adapters import restore_weights
 from scmoe.run.command_line import HELP, Flag, check_environment, help_text, parse
 from scmoe.run.config import RunConfig
@@ -241,7 +241,7 @@ def inspect_run(
     stored = open_run(workdir, named)
     if gradients:
       _check_loss(stored.run)
-    built = build.build(build.single_device(stored.run))
+    built = build.build(placement.single_device(stored.run))
     wanted = {"params": built.shapes, "router": built.router_shapes}
     return stored.step, built, restore_weights(workdir, stored.run, wanted, stored.step)
 

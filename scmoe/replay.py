@@ -21,7 +21,7 @@ from scmoe.base.arrays import read_npz
 from scmoe.base.errors import CheckpointError, ConfigError, run_main
 from scmoe.base.stored import Maybe, StoredError, read_json
 from scmoe.parallel.mesh import batch_sharding
-from scmoe.run import build
+from scmoe.run import placement
 from scmoe.run.adapters import build_training
 from scmoe.run.base import arrays_given
 from scmoe.run.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
   simulate(values["simulate"])
   bundle = Path(values["bundle"])
-  run: RunConfig = build.on_mesh(open_run(str(bundle), None, values["allow_import"]).run)
+  run: RunConfig = placement.on_mesh(open_run(str(bundle), None, values["allow_import"]).run)
   workdir = bundle.absolute().parent
   teacher = open_teacher(run, workdir, values["allow_import"])
   built = build_training(run, teacher=teacher and teacher.run)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from scmoe.base.errors import ConfigError
-from scmoe.run import build
+from scmoe.run import build, placement
 from scmoe.run.bounds import MOST
 from scmoe.run.config import (
   RunConfig,
@@ -358,7 +358,7 @@ def _leaves(tree):
 
 def test_single_device_keeps_everything_but_the_mesh():
   run = resolve(changed(mesh__expert=4), num_devices=8)
-  alone = build.single_device(run)
+  alone = placement.single_device(run)
   assert alone.mesh.size == 1
   assert dataclasses.replace(alone, mesh=run.mesh) == run
 

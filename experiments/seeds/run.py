@@ -30,7 +30,7 @@ from scmoe.kernels.launch import without_kernels
 from scmoe.parallel.mesh import batch_sharding, replicated
 from scmoe.profiling.timer import NO_GPU, interleave
 from scmoe.reports.tables import Table
-from scmoe.run import build
+from scmoe.run import build, placement
 from scmoe.run.command_line import HELP, TRAIN_FLAGS, Flag, help_text, parse, run_config
 from scmoe.run.config import RunConfig
 from scmoe.training.guided import GuidedStep
@@ -60,7 +60,7 @@ class Arm:
   """
 
   def __init__(self, run: RunConfig, count: int, folder: Path):
-    built = build.build(build.single_device(run).resolve(num_devices=1, vocab_size=_words(run)))
+    built = build.build(placement.single_device(run).resolve(num_devices=1, vocab_size=_words(run)))
     abstract, overlap, began = built.abstract_state(), built.overlap, time.perf_counter()
     how = {"gradient_dtype": overlap.gradient_dtype, "flight": overlap.flight}
     state = lambda seed: init_state(built.init, built.optimizer, seed, abstract)

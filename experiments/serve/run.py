@@ -37,8 +37,9 @@ from scmoe.inference.sampling import Sampling
 from scmoe.inference.serving.server import Server
 from scmoe.models.gpt import GPT
 from scmoe.run.benchmark import random_model
-from scmoe.run.build import build, single_device
+from scmoe.run.build import build
 from scmoe.run.config_files import find_config, load_config
+from scmoe.run.placement import single_device
 
 SPREAD = 0.8  # standard deviation of a length's logarithm
 CHUNK = 8  # tokens of each row that the static arm reads at a time

@@ -20,7 +20,7 @@ from scmoe.pretrained.families import read_config
 from scmoe.pretrained.folder import CONFIG, Folder
 from scmoe.pretrained.names import Tensor
 from scmoe.pretrained.stream import check_tensors, leaves_of, load, pieced, pieces, stored_types
-from scmoe.run import build
+from scmoe.run import build, placement
 from scmoe.run.config import RunConfig
 from scmoe.training.pieces import Piece, PiecedArray
 
@@ -113,7 +113,7 @@ def open_released(
   )
   devices = jax.device_count()
   run = dataclasses.replace(run, mesh=_mesh(run, devices))
-  run = build.on_mesh(run, mesh) if mesh else run
+  run = placement.on_mesh(run, mesh) if mesh else run
   shards = run.mesh.batch_shards
   batch = -(-run.train.batch_size // shards) * shards
   run = dataclasses.replace(run, train=dataclasses.replace(run.train, batch_size=batch))

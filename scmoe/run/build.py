@@ -28,7 +28,7 @@ from scmoe.models.flops import forward_flops, head_widths, peak_flops, projectio
 from scmoe.models.objective import RoutedObjective
 from scmoe.models.preference import Preference
 from scmoe.models.stacked import leading_dimensions
-from scmoe.parallel.mesh import MeshConfig, make_mesh, parameter_specs, shardings_of
+from scmoe.parallel.mesh import make_mesh, parameter_specs, shardings_of
 from scmoe.parallel.shares import Gathering, StateShares, share_dimensions
 from scmoe.profiling.roofline import Sizes, machine, model_times
 from scmoe.run.config import RunConfig, to_dict
@@ -409,71 +409,9 @@ def derived_overlap(run: RunConfig) -> OverlapConfig:
   return run.overlap.derived(gpu=gpu, exchange=exchange, pairs=pairs, devices=devices)
 
 
-def single_device(run: RunConfig) -> RunConfig:
-  """The same run on a mesh of one device."""
-  return _on(run, dataclasses.replace(run.mesh, data=1, expert=1, tensor=1, sequence=1))
-
-
 def with_wiring(run: RunConfig, name: str) -> RunConfig:
   """A run, not resolved, with another wiring."""
   return dataclasses.replace(run, model=dataclasses.replace(run.model, wiring=name))
-
-
-def on_mesh(run: RunConfig, text: str = "") -> RunConfig:
-  """A stored run on the devices of this machine.
-
-  Args:
-    run: resolved configuration.
-    text: axes such as "data=2,expert=2"; the others are 1. Empty: training's mesh where there are
-      devices for it, else one device.
-
-  Raises:
-    ConfigError: the text names no axes, or there are too few devices.
-  """
-  if not text:
-    return run if run.mesh.size <= jax.device_count() else single_device(run)
-  axes = {"data": 1, "expert": 1, "tensor": 1, "sequence": 1}
-  for part in text.split(","):
-    name, _, value = part.strip().partition("=")
-    if name not in axes or not value.isdecimal() or not int(value):
-      raise ConfigError(
-        f"--mesh={text!r}: {part.strip()!r} is not of the form AXIS=N with an AXIS of: "
-        f"{', '.join(axes)}; e.g. --mesh=data=2,expert=2"
-      )
-    axes[name] = int(value)
-  mesh = dataclasses.replace(run.mesh, **axes).resolve(jax.device_count())
-  return _on(run, mesh)
-
-
-def _on(run: RunConfig, mesh: MeshConfig) -> RunConfig:
-  """The run on another mesh.
-
-  Capacity groups decide which tokens are dropped, so they stay if they divide over the new mesh;
-  else each device has its own.
-  """
-  groups = run.dispatch.groups
-  groups = 0 if groups % mesh.token_shards else groups
-  return dataclasses.replace(
-    run, mesh=mesh, dispatch=dataclasses.replace(run.dispatch, groups=groups)
-  )
-
-
-def with_capacity_groups_of(run: RunConfig, trained: RunConfig) -> RunConfig:
-  """The run with as many capacity groups as in training, so that experts drop the same choices.
-
-  With `dispatch.groups=0` every device has buffers of its own. One device that evaluates a model
-  trained on eight would otherwise have one buffer for all tokens, and drop fewer choices. A run
-  whose groups are set, or cannot be divided so, stays as it is.
-
-  Args:
-    run: resolved, on the mesh where it is evaluated.
-    trained: resolved, on the mesh where it was trained.
-  """
-  groups, shards = trained.mesh.token_shards, run.mesh.token_shards
-  tokens = run.train.batch_size * run.data.seq_len
-  if run.dispatch.groups or groups % shards or tokens % groups:
-    return run
-  return dataclasses.replace(run, dispatch=dataclasses.replace(run.dispatch, groups=groups))
 
 
 def vocab_size(data: DataConfig) -> int:

@@ -232,8 +232,8 @@ class RunConfig(Options):
       )
     if self.mesh.moments_in != "device":
       raise ConfigError(
-        f"{why} has small moments, got mesh.moments_in={self.mesh.moments_in!r}, which does not move "
-        "those of adapters; set mesh.moments_in=device"
+        f"{why} has small moments, got mesh.moments_in={self.mesh.moments_in!r}, which does not "
+        "move those of adapters; set mesh.moments_in=device"
       )
     if self.optimizer.name == "muon":
       raise ConfigError(

@@ -24,7 +24,7 @@ from scmoe.models.adapted import Adapted
 from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops
 from scmoe.models.low_rank import Adapters
 from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
-from scmoe.run import build, traffic
+from scmoe.run import build, placement, traffic
 from scmoe.run.config import RunConfig
 from scmoe.run.estimates import DEVICES, USABLE, StepNeeds, device_table
 from scmoe.run.host_memory import Away, away
@@ -245,7 +245,7 @@ def _saved_bytes(run: RunConfig) -> int:
   """
   # A single device with these rows computes E·C expert rows, as many as a device of the mesh.
   shards = run.mesh.batch_shards
-  alone = build.single_device(run)
+  alone = placement.single_device(run)
   train = dataclasses.replace(run.train, batch_size=run.train.batch_size // shards)
   alone = dataclasses.replace(alone, train=train)
   graph, shapes = build.build_model(alone, None)

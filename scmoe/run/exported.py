@@ -29,7 +29,7 @@ from scmoe.pretrained.inference_files import (
 from scmoe.pretrained.names import Tensor, tensors
 from scmoe.pretrained.own_files import CARD, card, text_files
 from scmoe.pretrained.stream import flat, leaves_of, unload
-from scmoe.run import build
+from scmoe.run import build, placement
 from scmoe.run.adapters import restore_weights
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
@@ -69,7 +69,7 @@ def export_model(
   def opened_step() -> tuple[Stored, dict[str, Any], list[Tensor], dict[str, Array]]:
     stored = open_run(str(workdir), step)
     needs_text(stored.run, "scmoe.convert")
-    run = build.on_mesh(stored.run, mesh)
+    run = placement.on_mesh(stored.run, mesh)
     built = build.build(run)
     config, listed = _planned(run, source.get("family", ""), leaves_of(built))
     return stored, config, listed, _restored(workdir, stored.run, built, stored.step, ema)
@@ -210,7 +210,7 @@ def export_inference(
     kind = check_dtype(dtype, stored.run)
     tokenizer = load_tokenizer(stored.run, str(workdir))
     files = tokenizer.files() if isinstance(tokenizer, JsonTokenizer) else {}
-    run = build.on_mesh(inference_run(stored.run, kind), mesh)
+    run = placement.on_mesh(inference_run(stored.run, kind), mesh)
     leaves = _restored(workdir, stored.run, build.build(run), stored.step, ema)
     return stored, kind, files, run, leaves
 

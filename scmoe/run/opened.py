@@ -97,7 +97,7 @@ def open_model(
   """Loads a run's model.
 
   Args:
-    run: what `open_run` gave, on the mesh to load it to (`scmoe.run.build.on_mesh`).
+    run: what `open_run` gave, on the mesh to load it to (`scmoe.run.placement.on_mesh`).
     workdir, step: folder and step of the checkpoint.
     request: where the user wants the experts (`scmoe.inference.offload.plan`).
     load: number and length of the prompts, from which the planner decides where experts lie. None:
@@ -156,7 +156,7 @@ def open_folder(
 
   Args:
     folder: the checkpoint, as `scmoe.convert --inference` writes it.
-    run: its configuration, on the mesh to load it to (`scmoe.run.build.on_mesh`).
+    run: its configuration, on the mesh to load it to (`scmoe.run.placement.on_mesh`).
     request, load: see `open_model`.
 
   Raises:

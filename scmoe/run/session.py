@@ -17,7 +17,7 @@ from scmoe.inference.offload.plan import OffloadRequest, Workload
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.serving.server import Server
 from scmoe.pretrained.inference import InferenceFolder
-from scmoe.run import build
+from scmoe.run import placement
 from scmoe.run.modality import needs_text
 from scmoe.run.opened import OpenRun, open_folder, open_model, open_run
 from scmoe.training.restore import with_newest
@@ -43,7 +43,7 @@ class Session:
     workdir: folder of the run.
     step: step of the checkpoint; -1: the newest.
     model: folder that `scmoe.convert --inference` wrote, instead of a run's.
-    mesh: see `scmoe.run.build.on_mesh`.
+    mesh: see `scmoe.run.placement.on_mesh`.
     allow_import: see `scmoe.base.extensions.check_allowed`.
     request: where experts may lie (`scmoe.inference.offload.plan`); by default on the devices, if
       they fit.
@@ -78,7 +78,7 @@ class Session:
     def opened_step() -> OpenRun:
       stored = folder or open_run(workdir, named, allow_import)
       needs_text(stored.run, "generation")
-      run = build.on_mesh(stored.run, mesh)
+      run = placement.on_mesh(stored.run, mesh)
       load = Workload(rows, longest or run.model.context - max_new_tokens, max_new_tokens)
       options = {"request": request, "load": load}
       if folder is not None:

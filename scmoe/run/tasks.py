@@ -31,7 +31,7 @@ from scmoe.data.tokenizers import prompt_ids
 from scmoe.inference.decode import stream
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.scoring import Continuation, Score, score
-from scmoe.run import build
+from scmoe.run import placement
 from scmoe.run.modality import needs_text
 from scmoe.run.opened import OpenRun, open_model, open_run
 from scmoe.training.restore import with_newest
@@ -65,7 +65,7 @@ class ScmoeLM(_Model):
   Args:
     workdir: folder of the run.
     step: step of the checkpoint; -1: the newest.
-    mesh: see `scmoe.run.build.on_mesh`.
+    mesh: see `scmoe.run.placement.on_mesh`.
     batch_size: requests at a time; None or "auto": `train.batch_size`.
     max_length: longest sequence that the model reads; 0: `data.seq_len`, as in training.
     opened: a run that is open already, instead of `workdir`, `step` and `mesh`.
@@ -96,7 +96,7 @@ class ScmoeLM(_Model):
       def opened_step() -> OpenRun:
         stored = open_run(workdir, named)
         needs_text(stored.run, "--tasks")
-        return open_model(build.on_mesh(stored.run, mesh), workdir, stored.step)
+        return open_model(placement.on_mesh(stored.run, mesh), workdir, stored.step)
 
       opened = with_newest(opened_step, named)
     run = opened.run

@@ -16,8 +16,9 @@ from scmoe.offload.memory import is_on_disk
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.pretrained.inference_files import inference_run, parts, values_of, write_folder
 from scmoe.pretrained.stream import flat
-from scmoe.run.build import build, single_device, vocab_size
+from scmoe.run.build import build, vocab_size
 from scmoe.run.config_files import find_config, load_config
+from scmoe.run.placement import single_device
 from scmoe.run.session import Session
 
 GREEDY, PROMPTS = Sampling(temperature=0), ["def ", "import os"]

@@ -21,8 +21,9 @@ from scmoe.inference.offload.plan import OffloadRequest
 from scmoe.inference.sampling import Sampling
 from scmoe.pretrained.inference_files import parts, values_of, write_folder
 from scmoe.pretrained.stream import flat
-from scmoe.run.build import build, single_device, vocab_size
+from scmoe.run.build import build, vocab_size
 from scmoe.run.config_files import find_config, load_config
+from scmoe.run.placement import single_device
 from scmoe.run.session import Session
 from scmoe.serve import Lines
 

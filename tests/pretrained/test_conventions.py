@@ -27,9 +27,9 @@ from scmoe.inference.sampling import Sampling
 from scmoe.inference.scoring import Continuation, score
 from scmoe.pretrained.conventions import read_conventions
 from scmoe.pretrained.imported import SOURCE, import_model
-from scmoe.run.build import on_mesh
 from scmoe.run.exported import export_inference, export_model
 from scmoe.run.opened import open_model, open_run
+from scmoe.run.placement import on_mesh
 from scmoe.run.session import Session
 from scmoe.run.tasks import ScmoeLM
 

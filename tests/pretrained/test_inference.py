@@ -24,9 +24,10 @@ from scmoe.pretrained.inference import InferenceFolder
 from scmoe.pretrained.inference_files import MANIFEST
 from scmoe.pretrained.stream import flat
 from scmoe.run import exported
-from scmoe.run.build import build, on_mesh, single_device, vocab_size
+from scmoe.run.build import build, vocab_size
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.opened import open_model, open_run
+from scmoe.run.placement import on_mesh, single_device
 from scmoe.run.session import Session
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY

@@ -10,9 +10,10 @@ from scmoe.pretrained import own
 from scmoe.pretrained.families import write_config
 from scmoe.pretrained.imported import import_model
 from scmoe.pretrained.stream import flat
-from scmoe.run.build import build, single_device, vocab_size
+from scmoe.run.build import build, vocab_size
 from scmoe.run.config_files import config_names, find_config, load_config
 from scmoe.run.exported import export_model
+from scmoe.run.placement import single_device
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.options import CheckpointConfig

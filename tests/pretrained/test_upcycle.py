@@ -19,7 +19,7 @@ from scmoe.pretrained.names import tensors
 from scmoe.pretrained.released import open_released
 from scmoe.pretrained.stream import flat, leaves_of, nested
 from scmoe.pretrained.upcycle import fill, plan
-from scmoe.run import build
+from scmoe.run import build, placement
 from scmoe.run.opened import open_run
 from scmoe.training.restore import restore_stored
 
@@ -89,7 +89,7 @@ def test_a_shortcut_model_keeps_attention_and_every_moe_moves_on(tmp_path):
     "stages.units.0.own_norm.scale", f"{moe}router_gate.0.weight"}  # fmt: skip
   stored = open_run(str(tmp_path / "run"), None)
   assert (stored.run.model.wiring, stored.run.model.shortcut_norm) == ("scmoe_pos2", "own")
-  built = build.build(build.on_mesh(stored.run, "data=1"))
+  built = build.build(placement.on_mesh(stored.run, "data=1"))
   leaves = restore_stored(tmp_path / "run", leaves_of(built), 0)
   source = dict(open_released(str(GOLDEN / "olmoe_a"), mesh="data=1").leaves())
   for name, leaf in source.items():

@@ -18,6 +18,7 @@ _ROPE = {
   "original_max_position_embeddings": 4096,
 }  # fmt: skip
 _STEEPNESS, _LIMIT = 1.702, 7.0  # the only ones that the activation `clamped_swiglu` can have
+_WINDOW = 128  # positions, if the file does not name the field, as in transformers; null: no window
 
 
 def read(c: Fields) -> tuple[ModelConfig, RouterConfig]:
@@ -40,7 +41,8 @@ def read(c: Fields) -> tuple[ModelConfig, RouterConfig]:
     kinds = [FULL if i % 2 else WINDOW for i in range(layers)]
   if len(kinds) != layers:
     raise DataError(f"{c.name}: layer_types has {len(kinds)} words; num_hidden_layers={layers}")
-  window = c.size("sliding_window", 0) if WINDOW in kinds else 0
+  window = c.size("sliding_window", 0 if "sliding_window" in c.values else _WINDOW)
+  window = window if WINDOW in kinds else 0
   full = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
   model = ModelConfig(
     **merged(
@@ -73,7 +75,8 @@ def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
     "num_local_experts": model.num_experts,
     "num_experts_per_tok": model.top_k,
     "intermediate_size": model.expert_hidden,
-    "sliding_window": model.sliding_window or None,
+    # transformers makes the mask of a window even if no layer has one, and refuses null there.
+    "sliding_window": model.sliding_window or _WINDOW,
     "layer_types": [kind(i) for i in range(model.num_layers)],
     "router_aux_loss_coef": router.balance_loss / model.top_k,
   }  # fmt: skip

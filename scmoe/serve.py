@@ -37,7 +37,7 @@ from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
 from scmoe.inference.offload.plan import bytes_of
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.serving.requests import Answer, Request
-from scmoe.inference.serving.server import MOST_SLOTS, Server
+from scmoe.inference.serving.server import MOST_SLOTS, MOST_TOKENS, Server
 from scmoe.offload.memory import allow_pinned_memory
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run.command_line import ALLOW_IMPORT, HELP, Flag, help_text, parse, simulate
@@ -131,7 +131,9 @@ def _session(values: dict[str, Any], memory: int) -> Session:
 
 def _check_flags(values: dict[str, Any]) -> None:
   """Checks the numbers of the command line, and that input and output are different files."""
-  for name, most in (("slots", MOST_SLOTS), ("max_new_tokens", 2**31 - 1)):
+  most_of = {"slots": MOST_SLOTS, "max_new_tokens": 2**31 - 1}
+  most_of |= dict.fromkeys(("page_tokens", "prefill_tokens"), MOST_TOKENS)
+  for name, most in most_of.items():
     if not 1 <= values[name] <= most:
       raise ConfigError(f"--{name}={values[name]} must be at least 1, and at most {most}")
   Sampling(values["temperature"], values["top_k"], values["top_p"])

@@ -245,8 +245,9 @@ def test_what_cannot_be_read_ends_the_loop():
   ("argv", "error", "words"),
   [
     (["--slots=0"], ConfigError, "--slots=0 must be at least 1"),
-    (["--prefill_tokens=0"], ConfigError, "prefill_tokens=0 must be at least 1"),
-    (["--cache_memory=1KiB"], ConfigError, "pages of 64 tokens do not hold a text of"),
+    (["--prefill_tokens=0"], ConfigError, "--prefill_tokens=0 must be at least 1"),
+    (["--page_tokens=0"], ConfigError, "--page_tokens=0 must be at least 1"),
+    (["--cache_memory=1KiB"], ConfigError, r"--cache_memory of scmoe.serve\) holds 0 pages of 64"),
     (["--cache_memory=much"], ConfigError, "--cache_memory='much' is not a size"),
     ([f"--seed={2**63}"], ConfigError, "is too large; the most is"),
     (["--input=/nowhere/a"], DataError, "--input='/nowhere/a' cannot be opened"),

@@ -1,6 +1,7 @@
 """Continuous batching: each answer is the request's own, whatever its neighbours, its pages and the
 order of arrival."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -259,13 +260,23 @@ def test_a_wrong_request_is_refused_in_one_line(words):
   [
     ({"slots": 0}, "slots=0 must be at least 1"),
     ({"prefill_tokens": 0}, "prefill_tokens=0 must be at least 1"),
-    ({"pages": 3}, "3 pages of 8 tokens do not hold a text of model.context=32; use at least 4"),
-    ({"cache_bytes": 1}, "0 pages of 8 tokens do not hold"),
+    ({"pages": 3}, "pages=3 of 8 tokens, fewer than the 4 of a text .*=32; use at least 4"),
+    ({"cache_bytes": 1}, r"cache_bytes=1 \(.*\) holds 0 pages .*; use at least 8192 bytes"),
   ],
 )
 def test_a_wrong_server_is_refused_in_one_line(options, words):
   with pytest.raises(ConfigError, match=words):
     Server(make_model(), **SMALL | options)
+
+
+def test_a_model_whose_tokens_take_experts_in_turn_is_not_served():
+  """A token's experts would depend on its place in the batch, so on its neighbours."""
+  model = make_model()
+  compat = dataclasses.replace(model.router.compat, uniform=True)
+  turns = nnx.merge(*nnx.split(model))  # the shared model stays as it is
+  turns.router = dataclasses.replace(model.router, compat=compat)
+  with pytest.raises(ConfigError, match=r"router.compat.uniform=True .* neighbours; serve a model"):
+    Server(turns, **SMALL)
 
 
 def test_a_text_to_stop_at_needs_a_tokenizer():

@@ -43,7 +43,7 @@ from scmoe.layers.pages import NO_PAGE
 from scmoe.models.gpt import GPT
 from scmoe.parallel.mesh import TOKEN_AXES, make_mesh
 
-MOST_SLOTS = 2**16
+MOST_SLOTS, MOST_TOKENS = 2**16, 2**20  # of a server, and of a page or a turn
 Rows = list[tuple[int, Job]]  # (row of a program, request in it)
 # The smallest widths for which programs are compiled, unless the largest width is smaller.
 _SHORTEST_PIECE, _FEWEST_PAGES = 16, 4  # tokens of a piece, pages of a table
@@ -102,8 +102,8 @@ class Server:
     statistics: counts and times so far (`Statistics`).
 
   Raises:
-    ConfigError: an argument is out of range, or the pages do not hold one text of the model's
-      context.
+    ConfigError: an argument is out of range; the pages do not hold one text of the model's context;
+      or the model chooses experts by a token's place in the batch (`router.compat.uniform`).
   """
 
   def __init__(
@@ -124,8 +124,16 @@ class Server:
     deterministic: bool = False,
   ):
     self.config, self._decode = model.config, decode
-    for name, value, most in (("slots", slots, MOST_SLOTS), ("page_tokens", page_tokens, 2**20),
-                              ("prefill_tokens", prefill_tokens, 2**20)):  # fmt: skip
+    if model.config.wiring_rule.taps and model.router.compat.uniform:
+      raise ConfigError(
+        "router.compat.uniform=True gives experts their tokens in turn, so an answer would depend "
+        "on its neighbours; serve a model that was trained without it"
+      )
+    for name, value, most in (
+      ("slots", slots, MOST_SLOTS),
+      ("page_tokens", page_tokens, MOST_TOKENS),
+      ("prefill_tokens", prefill_tokens, MOST_TOKENS),
+    ):
       if not 1 <= value <= most:
         raise ConfigError(f"{name}={value} must be at least 1, and at most {most}")
     ends = {eos_id} if eos_id is None or isinstance(eos_id, int) else set(eos_id)
@@ -166,19 +174,26 @@ class Server:
     """
     size = page_bytes(self._static, params, self.page_tokens)
     every = self._slots * longest
-    if not pages and not cache_bytes:
+    given = f"pages={pages}"
+    remedy = f"use at least {longest}"
+    if not pages and cache_bytes:
+      pages = min(every, cache_bytes // size)
+      given = f"cache_bytes={cache_bytes} (--cache_memory of scmoe.serve) holds {pages} pages"
+      remedy = f"use at least {longest * size} bytes"
+    elif not pages:
       known = self._static.mesh.devices.flat[0].memory_stats() or {}
-      cache_bytes = every * size
+      pages = every
       if "bytes_limit" in known:
         # A step copies the pages of one layer at a time, perhaps of the next one as well.
         copied = 2 * every * size // self.config.num_layers
         free = known["bytes_limit"] - known["bytes_in_use"]
-        cache_bytes = max(0, int(_FREE_SHARE * free) - copied)
-    pages = pages or min(every, cache_bytes // size)
+        pages = min(every, max(0, int(_FREE_SHARE * free) - copied) // size)
+        given = f"a device's {free} free bytes leave room for {pages} pages"
+        remedy = f"{longest} need {longest * size} bytes; use fewer slots, or a larger mesh.tensor"
     if pages < longest:
       raise ConfigError(
-        f"{pages} pages of {self.page_tokens} tokens do not hold a text of model.context="
-        f"{self.config.context}; use at least {longest} pages, {longest * size:,} bytes"
+        f"{given} of {self.page_tokens} tokens, fewer than the {longest} of a text of "
+        f"model.context={self.config.context}; {remedy}"
       )
     return pages
 

@@ -69,6 +69,7 @@ FLAGS = (
 _OPTIONS = tuple(field.name for field in dataclasses.fields(Request) if field.name != "prompt")
 _FIELDS = ("prompt", "id", *_OPTIONS)
 MOST_LINE, MOST_ID = 2**24, 256  # most characters of a line, and of a request's id
+MOST_HELD = 1024  # so many answers may wait for an older one before the next line is taken
 
 
 @user_programs()
@@ -266,11 +267,14 @@ class Desk:
     self._places = self._given = 0
 
   def answers(self, given: Iterable[str]) -> Iterator[list[dict[str, Any]]]:
-    """Yields lists of answers, until the lines end and all requests are answered."""
+    """Yields lists of answers, until the lines end and all requests are answered.
+
+    With `in_order` answers wait for older ones. While `MOST_HELD` of them do, no line is taken.
+    """
     enough = 2 * self._server.statistics.slots  # so many requests may wait before the next is taken
     lines = Lines(given, enough)
     while not lines.ended or self._server.busy:
-      while not lines.ended and self._server.waiting < enough:
+      while not lines.ended and self._server.waiting < enough and len(self._ready) < MOST_HELD:
         idle = not self._server.busy and not self._ready
         if (line := lines.take(wait=idle)) is None:
           break

@@ -10,7 +10,9 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -19,6 +21,8 @@ from scmoe import serve
 from scmoe.base.errors import ConfigError, DataError, StorageError
 from scmoe.inference.offload.plan import OffloadRequest
 from scmoe.inference.sampling import Sampling
+from scmoe.inference.serving.jobs import Statistics
+from scmoe.inference.serving.requests import Answer
 from scmoe.pretrained.inference_files import parts, values_of, write_folder
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, vocab_size
@@ -228,6 +232,48 @@ def test_a_line_that_has_not_come_is_not_waited_for():
   assert not lines.ended
   gate.set()
   assert taken(lines) == [(1, "late\n")]
+
+
+class OneSlow:
+  """A server that answers request 0 once no other one has come for 50 turns."""
+
+  def __init__(self):
+    self.statistics = Statistics(2)
+    self._asked, self._idle, self._count = set(), 0, 0
+
+  @property
+  def busy(self):
+    return bool(self._asked)
+
+  @property
+  def waiting(self):
+    return max(0, len(self._asked) - 2)
+
+  def submit(self, prompt, **options):
+    self._asked.add(self._count)
+    self._count += 1
+    return self._count - 1
+
+  def step(self):
+    ended = self._asked - {0}
+    if not ended:
+      self._idle += 1
+      time.sleep(0.002)
+      ended = {0} if self._idle == 50 else set()
+    self._asked -= ended
+    return [Answer(i, [], "", "length", None, None, 1.0, 1.0, 0) for i in sorted(ended)]
+
+
+def test_no_line_is_read_while_many_answers_wait_for_an_older_one(monkeypatch):
+  """Answers in order: 200 requests, of which the first is slow, and at most 5 answers are held."""
+  monkeypatch.setattr(serve, "MOST_HELD", 5)
+  session = SimpleNamespace(encode=lambda text: [1], tokenizer=SimpleNamespace(decode=None))
+  desk = serve.Desk(session, OneSlow(), {}, in_order=True)
+  given = [f'{{"prompt": "a", "id": {i}}}' for i in range(200)]
+  groups = [[answer["id"] for answer in answers] for answers in desk.answers(given)]
+  assert [one for group in groups for one in group] == list(range(200))
+  # Four answers are held, then a turn ends the five beside the slow one: two in slots, four wait.
+  assert 5 < len(groups[0]) <= 1 + 4 + 5
 
 
 def test_what_cannot_be_read_ends_the_loop():

@@ -16,8 +16,9 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.inference.decode import generate
 from scmoe.inference.sampling import Sampling, sample
 from scmoe.inference.serving.draw import Draws, Needs, draw
+from scmoe.inference.serving.jobs import NEWEST, Statistics
 from scmoe.inference.serving.pool import FreePages, widths
-from scmoe.inference.serving.requests import Ending, Request
+from scmoe.inference.serving.requests import Answer, Ending, Request
 from scmoe.inference.serving.server import Server
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass
@@ -284,6 +285,18 @@ def test_a_text_to_stop_at_needs_a_tokenizer():
   with pytest.raises(ConfigError, match="stop: a text needs a tokenizer"):
     server.submit([1], max_new_tokens=1, stop=["a"])
   assert not server.busy
+
+
+def test_the_times_of_the_newest_answers_are_kept():
+  found = Statistics(2)
+  for i in range(NEWEST):
+    found.add(Answer(i, [1], "", "length", None, None, 2.0, 2.0, 0))
+  assert "first token: median 2.000 s" in found.line()
+  for i in range(NEWEST):
+    found.add(Answer(i, [1], "", "length", None, None, 3.0, 3.0, 0))
+  assert (len(found.first_seconds), found.answers) == (NEWEST, 2 * NEWEST)
+  assert f"first token of the last {NEWEST}: median 3.000 s" in found.line()
+  assert found.first_at(0.0) == 3.0
 
 
 def test_the_page_that_was_freed_last_is_taken_first():

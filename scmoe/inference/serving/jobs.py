@@ -5,6 +5,7 @@ A `Job` is one request. A `Part` has the slots and pages of a part of the mesh.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -15,6 +16,8 @@ import numpy as np
 
 from scmoe.inference.serving.pool import FreePages
 from scmoe.inference.serving.requests import Answer, Ending, Request, TokenLogprob
+
+NEWEST = 4096  # answers whose time to the first token `Statistics` keeps
 
 
 @functools.lru_cache(2**12)
@@ -200,7 +203,7 @@ class Statistics:
     pieces: number of programs that read pieces of prompts.
     preemptions: how often a request was put back because pages ran out.
     seconds: time spent in `Server.step`, with compilation.
-    first_seconds: for each answer the time to its first token.
+    first_seconds: for each of the `NEWEST` last answers the time to its first token.
   """
 
   slots: int
@@ -211,7 +214,9 @@ class Statistics:
   pieces: int = 0
   preemptions: int = 0
   seconds: float = 0.0
-  first_seconds: list[float] = dataclasses.field(default_factory=list)
+  first_seconds: collections.deque[float] = dataclasses.field(
+    default_factory=lambda: collections.deque(maxlen=NEWEST)
+  )
 
   def add(self, answer: Answer) -> None:
     """Counts an answer."""
@@ -225,7 +230,7 @@ class Statistics:
     return self.rows / self.steps if self.steps else 0.0
 
   def first_at(self, share: float) -> float:
-    """The time to the first token, in seconds, that at least this share of answers did not exceed.
+    """A quantile of `first_seconds`: at least this share of them are not larger.
 
     NaN without answers.
     """
@@ -237,9 +242,10 @@ class Statistics:
     if not self.answers:
       return "no request answered"
     speed = self.tokens / self.seconds if self.seconds else 0.0
+    newest = f" of the last {NEWEST}" if self.answers > NEWEST else ""
     return (
       f"{self.answers} requests answered; {self.tokens} tokens, {speed:.1f} a second (with "
-      f"compilation); on average {self.occupancy:.1f} of {self.slots} slots filled; first token: "
-      f"median {self.first_at(0.5):.3f} s, 99th percentile {self.first_at(0.99):.3f} s; "
+      f"compilation); on average {self.occupancy:.1f} of {self.slots} slots filled; first token"
+      f"{newest}: median {self.first_at(0.5):.3f} s, 99th percentile {self.first_at(0.99):.3f} s; "
       f"{self.preemptions} preemptions"
     )

@@ -8,10 +8,10 @@
 Reads and writes model folders in the layout of Hugging Face transformers: config.json, safetensors,
 tokenizer.json, and the files that say how texts begin and end. --from makes the model step 0 of a
 run, in the types of its tensors, for scmoe.evaluate, scmoe.generate and scmoe.train.
-Families: OLMoE, Mixtral, Granite-MoE, Qwen3-MoE, DeepSeek-V2 and V3, GLM-4.5, LongCat-Flash, and
-Llama, Mistral and Qwen3 as sources of experts. A run that none of them can express leaves with its
-own code, which transformers runs with trust_remote_code=True. Everything is checked before anything
-is written.
+Families: OLMoE, Mixtral, Granite-MoE, Qwen3-MoE, DeepSeek-V2 and V3, GLM-4.5, LongCat-Flash,
+GPT-OSS, the text part of Llama-4, and Llama, Mistral and Qwen3 as sources of experts. A run that
+none of them can express leaves with its own code, which transformers runs with
+trust_remote_code=True. Everything is checked before anything is written.
 --inference writes a folder for --model of scmoe.generate, scmoe.evaluate and scmoe.serve: any run's
 weights without optimizer, with checksums.
 """

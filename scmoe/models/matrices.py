@@ -29,7 +29,7 @@ MATRICES: dict[str, Sides] = {
   "gate": _PLAIN,
   "down": _PLAIN,
 }
-HOLDERS = ("attention", "mlp", "experts", "shared")  # modules with matrices
+HOLDERS = ("attention", "mlp", "experts")  # modules with matrices
 
 
 def holder_and_sides(path: tuple[Any, ...], ndim: int) -> tuple[str, Sides] | None:

@@ -61,7 +61,7 @@ class GuidedStep:
     self.gpu = jax.default_backend() == "gpu" if gpu is None else gpu
     self.collect, self.say, self.variant = collect, say, variant
     self.program: Program | None = None
-    self.file = self.directory
+    self.file: Path | None = None  # of the program's profile; None unless the step is guided
     self.calls_to_profile = 0  # steps still to be profiled, warm-up included
     self.called = False  # True once the program was called after its last compilation
     self.waiting: Callable[[], None] | None = None  # compiles the program; `finish` calls it
@@ -91,10 +91,8 @@ class GuidedStep:
     traced = self.step.trace(*args)
     self.program = Program(lower(self.step, traced, args, gpu=self.gpu))
     guided = self.gpu and self.overlap.ablation.profile_guided
-    profile = b""
-    if guided:
-      self.file = self.directory / f"{self._fingerprint()}.pb"
-      profile = bytes_of_first(self._kept())
+    self.file = self.directory / f"{self._fingerprint()}.pb" if guided else None
+    profile = b"" if self.file is None else bytes_of_first(_kept(self.file))
     collecting = guided and not profile
     if collecting:
       self.calls_to_profile = WARM_UP + self.overlap.ablation.profile_runs
@@ -160,6 +158,7 @@ class GuidedStep:
 
   def _finish_trace(self) -> None:
     assert self.program is not None
+    assert self.file is not None, "only a guided step is traced"
     if self.trace is None:
       return
     with self.trace as directory:
@@ -171,23 +170,9 @@ class GuidedStep:
       self.say("profile-guided scheduling: the profile is empty; going on without it")
       return
     if is_first():
-      self._keep(profile)
+      _keep(self.file, profile)
     self.say(f"profile-guided scheduling: compiling with measured latencies, kept in {self.file}")
     self.waiting = lambda: self._compile(profile, profiling=False)
-
-  def _kept(self) -> bytes:
-    """The profile of this program that an earlier start kept; b"" if there is no readable one."""
-    try:
-      return read_bytes(self.file)
-    except (FileNotFoundError, StoredError):
-      return b""
-
-  def _keep(self, profile: bytes) -> None:
-    try:
-      self.directory.mkdir(parents=True, exist_ok=True)
-      write_whole(self.file, profile)
-    except OSError as error:
-      warn(f"{self.file} cannot be written ({error.strerror}): the next start measures again")
 
   def _fingerprint(self) -> str:
     """16 hexadecimal digits that name the profile's file.
@@ -199,3 +184,19 @@ class GuidedStep:
     text = self.program.lowered.as_text()
     parts = (text, jax.__version__, device, str(jax.device_count()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _kept(file: Path) -> bytes:
+  """The profile that an earlier start kept in a file; b"" if there is no readable one."""
+  try:
+    return read_bytes(file)
+  except (FileNotFoundError, StoredError):
+    return b""
+
+
+def _keep(file: Path, profile: bytes) -> None:
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, profile)
+  except OSError as error:
+    warn(f"{file} cannot be written ({error.strerror}): the next start measures again")

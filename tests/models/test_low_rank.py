@@ -12,6 +12,7 @@ from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
 from scmoe.models.config import ModelConfig
 from scmoe.models.low_rank import TARGETS, Adapters, LoraConfig, LowRank
+from scmoe.models.matrices import HOLDERS
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.mesh import MeshConfig, batch_sharding
@@ -213,6 +214,10 @@ def test_targets_choose_the_matrices():
   layers, experts, width, hidden = 1, 2, 16, built_hidden(shapes)
   assert up["lora_a"].shape == (layers, experts, width, 2)
   assert up["lora_b"].shape == (layers, experts, 2, hidden)
+
+
+def test_every_module_with_matrices_has_a_word_of_lora_targets():
+  assert {*HOLDERS, "head"} == set(TARGETS)
 
 
 def built_hidden(shapes):

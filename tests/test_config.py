@@ -20,6 +20,7 @@ from scmoe.run.config import (
   to_json,
 )
 from scmoe.run.config_files import config_names, find_config, load_config
+from scmoe.run.effects import check_typed
 from scmoe.run.fields import fields, parse_value, with_field
 from scmoe.run.names import check_run_name, check_workdir
 
@@ -380,3 +381,21 @@ def test_a_smoke_run_keeps_the_layers_that_it_has():
                 **{f"model__{name}": value for name, value in lists.items()})  # fmt: skip
   model = resolve(smoke_run(run)).model
   assert [getattr(model, name) for name in lists] == ["0", "1,3", "3"]
+
+
+@pytest.mark.parametrize(("name", "value", "why", "others"), [
+  ("model.expert_bias", "True", "model.wiring='dense' has no routed experts",
+   {"model__wiring": "dense"}),
+  ("model.attention_temperature_floor", "64", "model.attention_temperature=0 multiplies no queries",
+   {"model__nope_layers": "1"}),
+])  # fmt: skip
+def test_an_option_of_a_part_that_is_not_there_is_refused(name, value, why, others):
+  run = with_field(changed(model__style="llama", **others), name, value)
+  assert f"{name}={value} has no effect: {why}; set " in error_of(check_typed, run, [name])
+
+
+def test_an_option_of_a_part_that_is_there_is_taken():
+  run = changed(model__style="llama", model__wiring="topk", model__expert_bias=True,
+                model__nope_layers="1", model__attention_temperature=0.1,
+                model__attention_temperature_floor=64)  # fmt: skip
+  check_typed(run, ["model.expert_bias", "model.attention_temperature_floor"])

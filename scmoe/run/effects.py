@@ -156,9 +156,9 @@ RULES = (
     "set mesh.moments_in=host",
   ),
   _Rule(
-    ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.ffn.impl",
-     "model.ffn.backend", "model.ffn.fp8", "model.top_k", "router.", "dispatch.",
-     "mesh.expert"),
+    ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.expert_bias",
+     "model.ffn.impl", "model.ffn.backend", "model.ffn.fp8", "model.top_k", "router.",
+     "dispatch.", "mesh.expert"),
     _DENSE,
     "model.wiring='dense' has no routed experts",
     "set model.wiring, e.g. scmoe_pos2",
@@ -199,6 +199,12 @@ RULES = (
     lambda run: not run.model.attention_bias,
     "model.attention_bias=False leaves out all biases of attention",
     "set model.attention_bias=True",
+  ),
+  _Rule(
+    ("model.attention_temperature_floor",),
+    lambda run: not run.model.attention_temperature,
+    "model.attention_temperature=0 multiplies no queries",
+    "set model.nope_layers and model.attention_temperature, e.g. 0.1",
   ),
   _Rule(
     ("model.rope.",),

@@ -38,7 +38,6 @@ from scmoe.blocks.schedule import (
   describe,
   make_schedule,
 )
-from scmoe.parallel.collectives import request_copy_engines
 from scmoe.profiling import timer
 from scmoe.profiling.advice import advice
 from scmoe.profiling.clock import Paid
@@ -74,6 +73,7 @@ from scmoe.run.command_line import (
 from scmoe.run.config import RunConfig
 from scmoe.run.controls import exchanges_alone, without_exchanges
 from scmoe.run.names import check_workdir
+from scmoe.run.start import set_up_jax
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.guided import GuidedStep
 from scmoe.training.measured import MeasuredState
@@ -104,9 +104,8 @@ def main(argv: list[str]) -> None:
   machine(values["machine"])
   out = json_file(values["json"])
   run = run_config(values, given)
+  set_up_jax(run)
   names = compared(values["compare"], run)
-  if run.overlap.copy_engines:
-    request_copy_engines()
   workdir = check_workdir(values["workdir"] or "runs/profile")
   workdir.mkdir(parents=True, exist_ok=True)
   options = {name: values[name] for name in ("rounds", "calls", "clock")}

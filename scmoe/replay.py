@@ -27,6 +27,7 @@ from scmoe.run.base import arrays_given
 from scmoe.run.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
 from scmoe.run.config import RunConfig
 from scmoe.run.opened import open_run
+from scmoe.run.start import set_up_jax
 from scmoe.run.teacher import open_teacher
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import CheckpointConfig
@@ -54,7 +55,9 @@ def main(argv: list[str]) -> None:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
   simulate(values["simulate"])
   bundle = Path(values["bundle"])
-  run: RunConfig = placement.on_mesh(open_run(str(bundle), None, values["allow_import"]).run)
+  stored = open_run(str(bundle), None, values["allow_import"])
+  set_up_jax(stored.run)
+  run: RunConfig = placement.on_mesh(stored.run)
   workdir = bundle.absolute().parent
   teacher = open_teacher(run, workdir, values["allow_import"])
   built = build_training(run, teacher=teacher and teacher.run)

@@ -20,13 +20,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from scmoe.base import determinism
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.extensions import remember
 from scmoe.base.output import optional, say, warn
 from scmoe.models.flops import count_parameters
-from scmoe.offload.memory import allow_pinned_memory
-from scmoe.parallel.collectives import request_copy_engines
 from scmoe.run import build
 from scmoe.run.adapters import BuiltAdapters, build_training, restore_weights
 from scmoe.run.base import arrays_given, header_line, router_of_base, with_base
@@ -46,6 +43,7 @@ from scmoe.run.modality import modality_of
 from scmoe.run.names import check_run_name, check_workdir
 from scmoe.run.opened import open_run
 from scmoe.run.programs import Programs
+from scmoe.run.start import set_up_jax
 from scmoe.run.summary import check_memory, header, out_of_memory
 from scmoe.run.teacher import check_tokenizer, load_teacher, open_teacher, remember_teacher
 from scmoe.training import distributed
@@ -140,12 +138,7 @@ def train_seeds(runs: Sequence[tuple[RunConfig, Path]]) -> list[TrainState]:
 
 def start_jax(run: RunConfig) -> None:
   """Sets what jax has to know before it finds its devices, and joins the run's other processes."""
-  if run.train.deterministic:
-    determinism.request()
-  if run.overlap.copy_engines:
-    request_copy_engines()
-  if run.mesh.moments_in == "host":
-    allow_pinned_memory()
+  set_up_jax(run)
   distributed.initialize(run.distributed)
 
 

@@ -37,7 +37,7 @@ RANKS = [
   ("run.config_files",),
   ("run.text", "run.images"),
   ("run.modality",),
-  ("run.build", "run.placement", "run.command_line", "run.programs", "reports"),
+  ("run.build", "run.placement", "run.command_line", "run.programs", "run.start", "reports"),
   ("run.sharing", "run.adapters", "run.host_memory"),
   ("run.traffic",),
   ("run.dry_run", "run.controls"),

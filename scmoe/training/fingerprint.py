@@ -99,8 +99,8 @@ def _is_walked(leaf: Array) -> bool:
 def _walked(leaf: Array) -> tuple[int, bool]:
   """(fingerprint as a number, whether all elements are finite) of an array, read in blocks.
 
-  Of an array that processes divide these are a summand, and whether this process's elements are
-  finite. Of equal shards one process reads one.
+  If several processes divide the array, each gets a summand of the fingerprint, and learns whether
+  its own shards are finite. One of them reads shards that several devices hold.
   """
   strides = _strides(leaf.shape)
   total, finite = 0, True

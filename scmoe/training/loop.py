@@ -135,7 +135,8 @@ class Trainer:
     if shards % jax.process_count():
       raise ConfigError(
         f"mesh.data x mesh.expert = {shards} does not give each of {jax.process_count()} processes "
-        "its own part of the batch; make mesh.tensor or mesh.sequence smaller"
+        f"its own part of the batch; make it a multiple of {jax.process_count()}: mesh.tensor and "
+        "mesh.sequence divide the work of devices of one process"
       )
     return train.microbatches(self.built.sequence_length)
 

@@ -15,7 +15,9 @@ import pytest
 from training_fakes import trainer
 from workers import Worker, pair
 
+from scmoe.base.errors import ConfigError
 from scmoe.kernels.grouped_matmul import tiles, tuned
+from scmoe.parallel.mesh import MeshConfig, make_mesh
 from scmoe.training.fingerprint import survey
 from scmoe.training.metrics import read_metrics
 from scmoe.training.restore import list_steps
@@ -137,6 +139,15 @@ def test_watchdog_leaves_a_collective_whose_peer_is_frozen(tmp_path):
   finally:
     for worker in workers:
       worker.kill()
+
+
+def test_devices_of_two_processes_do_not_divide_a_row(tmp_path, monkeypatch):
+  mesh = make_mesh(MeshConfig(1, 1, 1, sequence=2), jax.devices()[:2])
+  run = trainer(mesh, tmp_path)
+  run.check()
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(ConfigError, match=r"= 1 does not give each of 2 processes .* multiple of 2"):
+    run.check()
 
 
 def said_by_two(code, **own):

@@ -100,7 +100,7 @@ def test_a_loss_of_two_models_has_no_gradients_here(data, train, lora, words, mo
     raise Built
 
   monkeypatch.setattr(inspect, "open_run", lambda workdir, step: Stored(run, 3, {}))
-  monkeypatch.setattr(build, "single_device", passed)
+  monkeypatch.setattr(inspect, "single_device", passed)
   with pytest.raises(ConfigError if words else Built) as caught:
     inspect.inspect_run("runs/b", 3, gradients=True)
   if words:

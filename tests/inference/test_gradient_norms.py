@@ -9,7 +9,7 @@ from scmoe.data.config import DataConfig
 from scmoe.inference.gradients import PARTS, gradient_norms
 from scmoe.models.config import ModelConfig
 from scmoe.models.low_rank import LoraConfig
-from scmoe.run import build
+from scmoe.run import build, placement
 from scmoe.run.config import RunConfig
 from scmoe.run.opened import Stored
 from scmoe.training.options import TrainConfig
@@ -100,7 +100,7 @@ def test_a_loss_of_two_models_has_no_gradients_here(data, train, lora, words, mo
     raise Built
 
   monkeypatch.setattr(inspect, "open_run", lambda workdir, step: Stored(run, 3, {}))
-  monkeypatch.setattr(inspect, "single_device", passed)
+  monkeypatch.setattr(placement, "single_device", passed)
   with pytest.raises(ConfigError if words else Built) as caught:
     inspect.inspect_run("runs/b", 3, gradients=True)
   if words:

@@ -39,7 +39,7 @@ import numpy as np
 from run import Arm
 
 from scmoe.base.sizes import size_of
-from scmoe.offload.memory import allow_pinned_memory
+from scmoe.offload.memory import HOST, allow_pinned_memory
 from scmoe.profiling.timer import NO_GPU
 from scmoe.run.build import vocab_size
 from scmoe.run.config_files import find_config, load_config
@@ -48,7 +48,6 @@ from scmoe.run.estimates import MFU
 from scmoe.run.fields import with_field
 from scmoe.run.host_memory import check_host_memory
 from scmoe.run.summary import device_memory
-from scmoe.training.host_arrays import HOST
 
 ARMS = {
   "host": {"mesh.moments_in": "host"},

@@ -222,10 +222,7 @@ def _attend_masked(
   """`attend_stored` by XLA, with a mask over the cache's positions."""
   dtype, size = q_BSHN.dtype, v_BTKM.shape[-1]
   q_BSHN, k_BTKN, v_BTKM = _padded_to_one_width(*map(widened_on_cpu, (q_BSHN, k_BTKN, v_BTKM)))
-  stored_T = jnp.arange(k_BTKN.shape[1])
-  mask_BST = stored_T <= positions_BS[..., None]
-  if window:
-    mask_BST &= stored_T > positions_BS[..., None] - window
+  mask_BST = visible(positions_BS, jnp.arange(k_BTKN.shape[1])[None], window)
   y_BSHM = jax.nn.dot_product_attention(q_BSHN, k_BTKN, v_BTKM, mask=mask_BST[:, None], scale=scale)
   return y_BSHM[..., :size].astype(dtype)
 

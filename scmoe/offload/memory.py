@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+HOST = "pinned_host"  # jax's name of this kind of memory
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,7 @@ def is_away(params: Any) -> bool:
 
 
 def is_on_host(x: Any) -> bool:
-  """Whether an array is in the host's memory."""
+  """Whether a traced value, or an array with a NamedSharding, is in the host's memory."""
   return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 

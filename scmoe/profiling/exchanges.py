@@ -54,7 +54,9 @@ def exchanges_of(jaxpr: Any) -> list[Exchanged]:
     jaxpr: of the program, e.g. `jax.jit(f).trace(...).jaxpr`.
   """
   found: dict[str, Exchanged] = {}
-  for eqn, count in _all_to_alls(getattr(jaxpr, "jaxpr", jaxpr), 1):
+  for eqn, count in collectives(getattr(jaxpr, "jaxpr", jaxpr), ("all_to_all",)):
+    if not count or "expert" not in eqn.params["axis_name"]:
+      continue
     sent = eqn.invars[0].aval
     own = Exchanged(sent.shape, sent.dtype, count, eqn.primitive, eqn.params)
     key = f"{sent.shape} {sent.dtype} {sorted(eqn.params.items(), key=lambda item: item[0])}"
@@ -63,18 +65,25 @@ def exchanges_of(jaxpr: Any) -> list[Exchanged]:
   return list(found.values())
 
 
-def _all_to_alls(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
-  """Each all-to-all of the expert axis, and how often it runs if `jaxpr` runs `times` times."""
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name == "all_to_all" and "expert" in eqn.params["axis_name"]:
-      yield eqn, times
-    elif eqn.primitive.name != "while":
-      inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
-      for value in eqn.params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-          part = getattr(part, "jaxpr", part)
-          if hasattr(part, "eqns"):
-            yield from _all_to_alls(part, inner)
+def collectives(jaxpr: Any, names: Sequence[str], times: int = 1) -> Iterator[tuple[Any, int]]:
+  """The equations of a jaxpr with these primitives, inner jaxprs included, and how often each runs.
+
+  In a `while` loop, whose number of iterations only the run decides, they count as run 0 times.
+
+  Args:
+    jaxpr: a `Jaxpr`, with `eqns`.
+    names: of the primitives, e.g. `all_to_all`.
+    times: how often the jaxpr itself runs.
+  """
+  for equation in jaxpr.eqns:
+    if equation.primitive.name in names:
+      yield equation, times
+    inner = {"scan": equation.params.get("length"), "while": 0}.get(equation.primitive.name, 1)
+    for value in equation.params.values():
+      for part in value if isinstance(value, (tuple, list)) else (value,):
+        part = getattr(part, "jaxpr", part)
+        if hasattr(part, "eqns"):
+          yield from collectives(part, names, times * inner)
 
 
 def alone(exchanges: Sequence[Exchanged]) -> Callable[..., tuple[Array, ...]]:

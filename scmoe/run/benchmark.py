@@ -26,12 +26,13 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
 from scmoe.inference.decode import Static, make_decode, make_prefill, one_by_one, taken_apart
 from scmoe.inference.offload import trace as expert_trace
-from scmoe.inference.offload.model import HOST, Usage, is_routed, to_memory
+from scmoe.inference.offload.model import Usage, is_routed, to_memory
 from scmoe.inference.offload.plan import OffloadRequest, Workload
 from scmoe.inference.sampling import Sampling
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import cast_params
 from scmoe.models.stacked import Apart
+from scmoe.offload.memory import HOST
 from scmoe.profiling.timer import NO_GPU, Timing, calls_in, interleave, speed_up
 from scmoe.run import build
 from scmoe.run.config import RunConfig

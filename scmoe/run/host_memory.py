@@ -18,8 +18,9 @@ import jax
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
 from scmoe.models.stacked import is_apart
+from scmoe.offload.memory import HOST
 from scmoe.run.build import Built
-from scmoe.training.host_arrays import HOST, lies_on_host
+from scmoe.training.host_arrays import lies_on_host
 from scmoe.training.step import TrainState
 from scmoe.training.streamed_update import stack_of
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from scmoe.base.sizes import size_of
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.parallel.sequence import HEADS
+from scmoe.profiling.exchanges import collectives
 from scmoe.run.config import RunConfig
 from scmoe.run.sharing import Sharing
 
@@ -59,7 +59,7 @@ def sent_in(jaxpr: Any) -> Sent:
   routing needs none.
   """
   exchanges = all_to_all = sequence = largest = 0
-  for equation, times in _collectives(jaxpr, 1):
+  for equation, times in collectives(jaxpr, ("all_to_all", "ppermute")):
     buffer, params = equation.invars[0].aval, equation.params
     size = buffer.size * buffer.dtype.itemsize
     if equation.primitive.name == "ppermute":
@@ -119,16 +119,3 @@ def shared_words(mesh: MeshConfig) -> str:
   words = {"none": "", "moments": "moments", "parameters": "parameters and moments"}
   shared = words[mesh.shard_state] if mesh.data > 1 else ""
   return f"; data ranks share {shared}" if shared else ""
-
-
-def _collectives(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
-  """Each all-to-all and permutation, and how often it runs if `jaxpr` runs `times` times."""
-  for equation in jaxpr.eqns:
-    if equation.primitive.name in ("all_to_all", "ppermute"):
-      yield equation, times
-    inner = {"scan": equation.params.get("length"), "while": 0}.get(equation.primitive.name, 1)
-    for value in equation.params.values():
-      for item in value if isinstance(value, (tuple, list)) else (value,):
-        item = getattr(item, "jaxpr", item)
-        if hasattr(item, "eqns"):
-          yield from _collectives(item, times * inner)

@@ -118,9 +118,10 @@ def _on_cpu(x: Array) -> Array:
   If it lies in the host's memory, that is a copy on JAX's CPU, or on the shard's own device if JAX
   has no CPU. Else the shard is returned as it is.
   """
-  host = host_device()
-  if not lies_on_host(x) or host is None:
-    return to_device(x)
+  if not lies_on_host(x):
+    return x
+  if (host := host_device()) is None:
+    return jax.device_put(x, jax.memory.Space.Device)
   return jax.device_put(np.asarray(x), host)
 
 

@@ -15,13 +15,17 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from scmoe.offload.memory import HOST, is_on_host
+
 PyTree = Any
-HOST = "pinned_host"  # jax's kind of memory
 Index = tuple[slice, ...]
 
 
 def lies_on_host(x: Any) -> bool:
-  """Whether an array, or a `jax.ShapeDtypeStruct` with sharding, is in the host's memory."""
+  """Whether an array, or a `jax.ShapeDtypeStruct` with sharding, is in the host's memory.
+
+  Unlike `is_on_host` it knows a single shard's memory, and does not know a traced value's.
+  """
   return getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
 
 
@@ -69,7 +73,10 @@ def shard_of(x: Array, device: Any, index: Index | None = None) -> np.ndarray:
 
 
 def to_device(tree: PyTree) -> PyTree:
-  """The arrays of a tree in the memory of their devices; those that lie there are not copied."""
-  away = lambda x: jax.typeof(x).memory_space == jax.memory.Space.Host
-  move = lambda x: jax.device_put(x, jax.memory.Space.Device) if away(x) else x
+  """The arrays of a tree in the memory of their devices; those that lie there are not copied.
+
+  Args:
+    tree: traced values, or arrays with NamedShardings.
+  """
+  move = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
   return jax.tree.map(move, tree)

@@ -20,7 +20,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from scmoe.models.stacked import Apart, is_apart, leading_dimensions
-from scmoe.training.host_arrays import HOST, is_made, made_on_host, shard_of
+from scmoe.offload.memory import HOST
+from scmoe.training.host_arrays import is_made, made_on_host, shard_of
 from scmoe.training.masters import Halves, is_halves
 
 PyTree = Any

@@ -11,15 +11,17 @@ import pytest
 from scmoe.base.errors import ConfigError
 from scmoe.models.config import ModelConfig
 from scmoe.models.stacked import is_apart
+from scmoe.offload.memory import HOST
 from scmoe.parallel.mesh import MeshConfig, batch_sharding
 from scmoe.run import host_memory as host_memory_module
 from scmoe.run.build import build
 from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import dry_run
 from scmoe.run.host_memory import Away, away, check_host_memory
+from scmoe.training import fingerprint
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.fingerprint import survey
-from scmoe.training.host_arrays import HOST, lies_on_host
+from scmoe.training.host_arrays import lies_on_host
 from scmoe.training.options import (
   CheckpointConfig,
   OptimizerAblation,
@@ -178,11 +180,22 @@ def test_the_model_of_the_copies_by_hand():
   assert [Away((2, 1, 3), n).on_device for n in (0, 1, 2, 9)] == [3, 4, 6, 6]
 
 
-def test_fingerprints_do_not_depend_on_the_memory():
+def test_fingerprints_do_not_depend_on_the_memory(monkeypatch):
+  """Also where JAX_PLATFORMS leaves the CPU out: then the shards go to their devices."""
   values = [np.arange(48, dtype=t).reshape(2, 24) for t in ("float32", "int16")]
   here = [jax.device_put(x) for x in values]
   place = here[0].sharding.with_memory_kind(HOST)
-  assert survey([jax.device_put(x, place) for x in values]) == survey(here)
+  away, want = [jax.device_put(x, place) for x in values], survey(here)
+  assert survey(away) == want
+  monkeypatch.setattr(fingerprint, "host_device", lambda: None)
+  computed = fingerprint._walk
+
+  def walked(x, *rest):
+    assert not lies_on_host(x)
+    return computed(x, *rest)
+
+  monkeypatch.setattr(fingerprint, "_walk", walked)
+  assert survey(away) == want
 
 
 def test_a_host_with_too_little_memory_says_so(monkeypatch):

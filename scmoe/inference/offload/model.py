@@ -25,11 +25,10 @@ from scmoe.models.gpt import GPT
 from scmoe.models.stacked import Apart, each_layer
 from scmoe.offload.cache import ExpertCache, cache_specs, empty_cache
 from scmoe.offload.experts import MODES, Migration
-from scmoe.offload.memory import Int8, is_on_disk, quantised
+from scmoe.offload.memory import HOST, Int8, is_on_disk, quantised
 from scmoe.parallel.mesh import parameter_specs
 
 WAYS = ("none", *MODES)
-HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,11 @@ from jax.sharding import SingleDeviceSharding
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
-from scmoe.inference.offload.model import HOST, Offload, is_routed
+from scmoe.inference.offload.model import Offload, is_routed
 from scmoe.layers.mlp import is_gated
 from scmoe.models.config import ModelConfig
 from scmoe.offload.experts import Migration
+from scmoe.offload.memory import HOST
 from scmoe.profiling.roofline import MACHINES, Machine, Sizes, StageSeconds, model_times
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

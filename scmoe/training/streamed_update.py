@@ -23,16 +23,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 from jax import Array
 
 from scmoe.models.stacked import STACKS, Apart, is_apart, leading_dimensions
+from scmoe.offload.memory import is_on_host
 from scmoe.parallel.barriers import barrier
 from scmoe.training.host_arrays import to_device
-from scmoe.training.masters import Halves, is_halves
+from scmoe.training.masters import is_halves
 
 PyTree = Any
 # (gradients of one layer, its state, its number in its stack) -> its new state.
 UpdateLayer = Callable[[PyTree, PyTree, int], PyTree]
+# Stands for another layer's array. It is optax's mark of a parameter that a rule does not see: each
+# rule's moments have it for the parameters of other rules, e.g. Muon's for the embedding.
+ABSENT = optax.MaskedNode()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +94,8 @@ def updated_by_layer(
   """The state after an update; each array lies in the memory in which it lay before.
 
   Args:
-    update: updates one layer. It sees the whole trees with None in place of other layers' arrays;
-      arrays of a stack are [1, ...]. What it returns has None there too.
+    update: updates one layer. It sees the whole trees with `ABSENT` in place of other layers'
+      arrays; arrays of a stack are [1, ...]. What it returns has `ABSENT` there too.
     grads: this device's gradients, stacks whole.
     state: `params`, `opt_state` and `average` in the manual region. `Apart`s and arrays in the
       host's memory are fetched and stored; stacks in the device's memory are updated in place.
@@ -108,7 +113,7 @@ def updated_by_layer(
   new: list[Any] = []
   for i, layer in enumerate(layers):
     here = [slot.here(layer) if x is None else x for slot, x in zip(slots, fetched[i])]
-    old = structure.unflatten(here)
+    old = structure.unflatten(ABSENT if x is None else x for x in here)
     changed = update(_cut(grads, layer), _present(old), layer.index)
     # Thanks to this barrier XLA compiles a layer's update to the same kernels as an update of whole
     # stacks.
@@ -125,23 +130,27 @@ def updated_by_layer(
 
 
 def _present(tree: PyTree) -> PyTree:
-  """The tree with None in place of each `Halves` of another layer."""
-  absent = lambda x: is_halves(x) and x.low is None
-  return jax.tree.map(lambda x: None if absent(x) else x, tree, is_leaf=is_halves)
+  """The tree with `ABSENT` in place of each `Halves` of another layer."""
+  absent = lambda x: is_halves(x) and _is_absent(x.low)
+  return jax.tree.map(lambda x: ABSENT if absent(x) else x, tree, is_leaf=is_halves)
 
 
 def _completed(tree: PyTree, like: PyTree) -> PyTree:
   """The inverse of `_present`, for a tree with the structure of `like`."""
-  leaf = lambda x: x is None or is_halves(x)
-  again = lambda old, new: Halves(None, None) if is_halves(old) and new is None else new  # pyright: ignore
-  return jax.tree.map(again, like, tree, is_leaf=leaf)
+  again = lambda old, new: old if _is_absent(new) else new
+  return jax.tree.map(again, like, tree, is_leaf=is_halves)
+
+
+def _is_absent(x: Any) -> bool:
+  return isinstance(x, optax.MaskedNode)
 
 
 def _cut(tree: PyTree, layer: Layer) -> PyTree:
-  """The arrays of one layer, [1, ...] if they are stacked, and None in place of all others."""
+  """The arrays of one layer, [1, ...] if they are stacked, and `ABSENT` in place of all others."""
 
   def cut(path: Any, x: Array) -> Any:
-    return _Slot(stack_of(path), x).here(layer)
+    own = _Slot(stack_of(path), x).here(layer)
+    return ABSENT if own is None else own
 
   return jax.tree_util.tree_map_with_path(cut, tree)
 
@@ -166,7 +175,7 @@ class _Slot:
   @staticmethod
   def of(path: Any, leaf: Any) -> _Slot:
     first = leaf.parts[0] if is_apart(leaf) else leaf
-    on_host = jax.typeof(first).memory_space == jax.memory.Space.Host
+    on_host = is_on_host(first)
     shared = path[0].key == "opt_state" and not on_host
     return _Slot(stack_of(path), leaf, on_host, shared)
 

@@ -38,17 +38,20 @@ LENGTH, ROWS, STEPS = 8, 8, 4
 BAD = 1  # the step that is skipped, because a norm's scale is infinite
 # Without fused multiply-adds: which products and sums become one depends on the kernel around them.
 EXACT = {"xla_cpu_max_isa": "AVX"}
+HALVES = OptimizerAblation(masters="halves")
 CLIPPED = OptimizerConfig(
-  moments="bfloat16", ema=0.9, warmup_steps=1, clip_norm=0.5,
-  ablation=OptimizerAblation(masters="halves"),
-)  # fmt: skip
+  moments="bfloat16", ema=0.9, warmup_steps=1, clip_norm=0.5, ablation=HALVES
+)
 
 
-def built(place, ahead=1, mode="moments", data=2, optimizer=CLIPPED, **changed):
-  """A run of two microbatches on data x expert=2 devices."""
+def built(
+  place, ahead=1, mode="moments", data=2, optimizer=CLIPPED, rows=ROWS // 2, layers=MODEL.num_layers
+):
+  """A run of `ROWS` rows a step, `rows` in a microbatch, on data x expert=2 devices."""
   mesh = MeshConfig(data, 2, 1, shard_state=mode, moments_in=place, moments_ahead=ahead)
-  train = TrainConfig(batch_size=ROWS // 2, tokens_per_step=ROWS * LENGTH, steps=8)
-  run = RunConfig(model=MODEL, optimizer=optimizer, mesh=mesh, train=train, **changed)
+  train = TrainConfig(batch_size=rows, tokens_per_step=ROWS * LENGTH, steps=8)
+  model = dataclasses.replace(MODEL, num_layers=layers)
+  run = RunConfig(model=model, optimizer=optimizer, mesh=mesh, train=train)
   run = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=LENGTH))
   run = run.resolve(num_devices=mesh.size, vocab_size=32)
   return build(run, jax.devices()[: mesh.size])
@@ -87,6 +90,32 @@ def test_the_steps_are_the_same_bit_for_bit():
   got = named_bits(state.for_checkpoint())
   assert got == named_bits(want.for_checkpoint())
   assert all(map(lies_on_host, jax.tree.leaves(own.abstract_state().opt_state)[1:]))
+
+
+def test_muon_and_shared_parameters_step_as_on_the_device():
+  """Muon's rules divide the parameters, and with `parameters` ranks gather what they read.
+
+  XLA compiles the products that make a layer's matrices orthogonal otherwise than those of a stack,
+  so last bits may differ.
+  """
+  optimizer = OptimizerConfig(name="muon", warmup_steps=1, clip_norm=0.5, ablation=HALVES)
+  found = []
+  for place in ("host", "device"):
+    own = built(place, mode="parameters", optimizer=optimizer, rows=ROWS, layers=2)
+    abstract = own.abstract_state()
+    state = init_state(own.init, own.optimizer, 0, abstract)
+    begun = named_bits(state.for_checkpoint().params)
+    step = make_train_step(own.objective, own.optimizer, abstract, compiler_options=EXACT)
+    batch = jax.device_put(own.random_batch(), batch_sharding(own.mesh, leading=1))
+    for _ in range(2):
+      state, scalars, _ = step(state, batch)
+      assert bool(scalars["finite"])
+    after = state.for_checkpoint()
+    moved = [name for name, bits in named_bits(after.params).items() if bits != begun[name]]
+    assert len(moved) == len(begun)
+    found.append(jax.device_get((after.params, after.opt_state)))
+  for x, want in zip(*map(jax.tree.leaves, found), strict=True):
+    np.testing.assert_allclose(x, want, rtol=1e-6, atol=1e-7 * np.abs(want).max())
 
 
 def test_only_counters_and_what_the_model_reads_lie_on_the_device():

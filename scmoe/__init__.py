@@ -37,13 +37,13 @@ if TYPE_CHECKING:
   from scmoe.blocks.block import BlockConfig as BlockConfig
   from scmoe.blocks.options import OverlapConfig as OverlapConfig
   from scmoe.blocks.pair import BlockPair as BlockPair
-  from scmoe.blocks.pair import Context as Context
   from scmoe.blocks.schedule import Times as Times
   from scmoe.blocks.schedule import describe as describe
   from scmoe.blocks.schedule import draw as draw
   from scmoe.blocks.schedule import make_schedule as make_schedule
   from scmoe.blocks.schedule import timeline as timeline
   from scmoe.blocks.schedule import unit_times as unit_times
+  from scmoe.blocks.walk import Context as Context
   from scmoe.blocks.wiring import WIRINGS as WIRINGS
   from scmoe.inference.offload.model import Offload as Offload
   from scmoe.inference.offload.model import Usage as Usage
@@ -107,7 +107,8 @@ _NAMES = {
   "scmoe.blocks.wiring": ("WIRINGS",),
   "scmoe.blocks.options": ("OverlapConfig",),
   "scmoe.blocks.block": ("BlockConfig",),
-  "scmoe.blocks.pair": ("BlockPair", "Context"),
+  "scmoe.blocks.pair": ("BlockPair",),
+  "scmoe.blocks.walk": ("Context",),
   "scmoe.blocks.schedule": (
     "Times", "describe", "draw", "make_schedule", "timeline", "unit_times",
   ),

@@ -122,7 +122,7 @@ def test_neither_an_asked_for_nor_a_kept_schedule_is_searched_for(tmp_path, monk
   monkeypatch.setattr(search, "_on_a_cut", on_a_cut)
   monkeypatch.setattr(search, "_on_whole_steps", lambda make, steps, proposed, found: proposed)
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  monkeypatch.setattr(profile, "init_state", lambda *_: None)
+  monkeypatch.setattr(profile, "MeasuredState", lambda *_: None)
   off = with_field(run, "overlap.search_seconds", "0")
   assert profile.Arm(off, tmp_path / "off").step.variant == Variant()
   assert not searched

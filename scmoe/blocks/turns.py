@@ -10,7 +10,7 @@ from scmoe.parallel.barriers import barrier
 
 
 class Walk(Protocol):
-  """One batch on its way through a pair: `scmoe.blocks.pair.PairWalk`, with a method per step."""
+  """One batch on its way through a pair: `scmoe.blocks.walk.PairWalk`, with a method per step."""
 
   live: Any
 

@@ -21,7 +21,8 @@ from flax import nnx
 from jax import Array
 
 from scmoe.base.errors import ConfigError
-from scmoe.blocks.pair import BlockPair, Context
+from scmoe.blocks.pair import BlockPair
+from scmoe.blocks.walk import Context
 from scmoe.blocks.wiring import Tap
 from scmoe.inference.reading import Begun, Reading
 from scmoe.inference.similarity import cosine, counted, gram, hsic

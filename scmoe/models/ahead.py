@@ -2,7 +2,7 @@
 
 With a MoE in every block, each block is a pair, and in Pos-2 a pair's experts read a value of the
 pair before. With `overlap.ahead` the pair before runs their gate and dispatch, and hands on the
-rows (`scmoe.blocks.pair.Begun`). So a pair reads the *early* parameters of the next pair, which are
+rows (`scmoe.blocks.walk.Begun`). So a pair reads the *early* parameters of the next pair, which are
 gate and norms, beside its own. Three pairs in a scan:
 
   before the scan   early 0                       route and dispatch of pair 0
@@ -30,7 +30,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from scmoe.blocks.pair import BlockPair, Context, begin
+from scmoe.blocks.pair import BlockPair
+from scmoe.blocks.walk import Context, begin
 from scmoe.blocks.wiring import Tap
 from scmoe.models.gradient_sums import GradientTotal, ready
 from scmoe.moe.experts import OnDevice

@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from scmoe.blocks.options import OverlapConfig
-from scmoe.blocks.pair import BlockPair, Context, PairWalk
+from scmoe.blocks.pair import BlockPair
 from scmoe.blocks.turns import in_turns
+from scmoe.blocks.walk import Context, PairWalk
 from scmoe.blocks.wiring import Tap
 from scmoe.models.ahead import Split, enter_scan, leave_scan, next_of, sends_ahead
 from scmoe.models.config import ModelConfig

@@ -15,8 +15,9 @@ import scmoe
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.block import BlockConfig
 from scmoe.blocks.options import OverlapConfig
-from scmoe.blocks.pair import SCOPES, BlockPair, Context
+from scmoe.blocks.pair import BlockPair
 from scmoe.blocks.schedule import slot_names
+from scmoe.blocks.walk import SCOPES, Context
 from scmoe.blocks.wiring import Tap
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.layer import MoECall

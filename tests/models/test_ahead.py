@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.batch import Batch
 from scmoe.blocks.options import OverlapConfig
-from scmoe.blocks.pair import Context
 from scmoe.blocks.schedule import COMBINE, DISPATCH
+from scmoe.blocks.walk import Context
 from scmoe.models import ahead
 from scmoe.models.gpt import Pass
 from scmoe.models.gradient_sums import accumulate

@@ -65,7 +65,7 @@ def work(args: argparse.Namespace) -> None:
     if isinstance(step, GuidedStep):
       while not step.settled:
         if step.program is None:
-          step.compile(arm.state, arm.batch)
+          step.compile(arm.measured.state, arm.measured.batch)
         step.finish()
         with alone():
           while not (step.settled or step.compiles_next):

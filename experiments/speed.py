@@ -56,6 +56,7 @@ from scmoe.run.build import build
 from scmoe.run.config import RunConfig
 from scmoe.run.controls import exchanges_program
 from scmoe.run.fields import with_field
+from scmoe.training.measured import spread
 from scmoe.training.options import TrainConfig
 from scmoe.training.step import init_state, make_train_step
 
@@ -229,7 +230,7 @@ class Arm:
     """The forward pass of the whole batch, parameters in the types in which products read them."""
     built, wiring = self.built, self.run.model.wiring
     if wiring not in self.held:
-      init = lambda key: built.objective.cast(built.init(key)[0])
+      init = lambda key: built.objective.cast(spread(built.init)(key)[0])
       self.held[wiring] = jax.jit(init, out_shardings=built.shardings[0])(jax.random.key(0))
     hidden = lambda params, tokens: built.model(params)(tokens).h_BSD
     rows = P(BATCH_AXES)
@@ -243,7 +244,7 @@ class Arm:
     built, wiring = self.built, self.run.model.wiring
     abstract = built.abstract_state()
     if wiring not in self.held:
-      self.held[wiring] = init_state(built.init, built.optimizer, 0, abstract)
+      self.held[wiring] = init_state(spread(built.init), built.optimizer, 0, abstract)
     dtype = self.run.overlap.gradient_dtype
     step = make_train_step(built.objective, built.optimizer, abstract, gradient_dtype=dtype)
     batch = jax.device_put(Batch.of_tokens(self._tokens()), batch_sharding(built.mesh, leading=1))

@@ -56,14 +56,15 @@ MODEL = {
 TINY = {"model.num_layers": "4", "train.batch_size": "8", "train.tokens_per_step": "0"}
 
 
+def fields_of(words: list[str]) -> dict[str, str]:
+  """The values by field, from words FIELD=VALUE."""
+  return {field: value for field, _, value in (word.partition("=") for word in words)}
+
+
 def own_arm(text: str) -> tuple[str, dict[str, str]]:
   """The name and the fields of an arm, from "NAME: FIELD=VALUE FIELD=VALUE"."""
   name, _, words = text.partition(":")
-  fields: dict[str, str] = {}
-  for word in shlex.split(words):
-    field, _, value = word.partition("=")
-    fields[field] = value
-  return name, fields
+  return name, fields_of(shlex.split(words))
 
 
 def main() -> None:
@@ -82,7 +83,7 @@ def main() -> None:
   parser.add_argument("--tiny", action="store_true")
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
   args = parser.parse_args()
-  fields = MODEL | (TINY if args.tiny else {}) | dict(w.partition("=")[::2] for w in args.words)
+  fields = MODEL | (TINY if args.tiny else {}) | fields_of(args.words)
   arms = ARMS | dict(own_arm(text) for text in args.arm)
   arms = {name: own for name, own in arms.items() if name in (args.only or name).split(",")}
   folder = args.out / "programs"

@@ -21,7 +21,7 @@ from shared_state import StepArm
 
 from scmoe.profiling.overlap import device_overlap
 from scmoe.profiling.program import traced
-from scmoe.profiling.trace import Event, by_device
+from scmoe.profiling.trace import Event, by_device, shared, union
 
 STEPS = 2  # that one trace covers
 ROWS = 24  # kernels that a table names
@@ -100,14 +100,13 @@ def _parts(events: list[Event]) -> tuple[float, float, float]:
 
 def _kernels(events: list[Event], without: list[Event]) -> dict[str, Kernel]:
   sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * 4)
-  sending = [(e.start, e.end) for e in events if e.is_communication]
+  sending = union((e.start, e.end) for e in events if e.is_communication)
   for event in events:
     own = sums[_family(event)]
     own[0] += 1 / STEPS
     own[1] += (event.end - event.start) / 1e6 / STEPS
     if not event.is_communication:
-      inside = sum(max(0.0, min(event.end, b) - max(event.start, a)) for a, b in sending)
-      own[3] += inside / 1e6 / STEPS
+      own[3] += shared([(event.start, event.end)], sending) / 1e6 / STEPS
   for event in without:
     sums[_family(event)][2] += (event.end - event.start) / 1e6 / STEPS
   order = sorted(sums, key=lambda name: -abs(sums[name][1] - sums[name][2]))

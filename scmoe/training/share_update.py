@@ -50,7 +50,7 @@ def own_shares(params: PyTree, shares: StateShares | None) -> PyTree:
   return jax.tree.map(join, params, high, is_leaf=is_halves)
 
 
-def gathered_again(new: PyTree, stored: PyTree, shares: StateShares | None) -> PyTree:
+def gathered_again(new: PyTree, shares: StateShares | None) -> PyTree:
   """Updated shares as the state stores them: gathered if the state stores whole parameters.
 
   With `mesh.shard_state=moments` a rank stores whole arrays, or `Halves` with a whole `high` and
@@ -58,7 +58,6 @@ def gathered_again(new: PyTree, stored: PyTree, shares: StateShares | None) -> P
 
   Args:
     new: this rank's updated shares, arrays or `Halves`.
-    stored: the parameters before the update; not read, as `new` has `Halves` in the same places.
     shares: None: `new` are whole parameters.
   """
   if shares is None or shares.parameters:

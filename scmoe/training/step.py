@@ -372,7 +372,7 @@ def _updated(
     scale = scaling.after(scale, jnp.isfinite(loss) & jnp.isfinite(norm))
   return TrainState(
     step=state.step + 1,
-    params=gathered_again(new["params"], state.params, optimizer.shares),
+    params=gathered_again(new["params"], optimizer.shares),
     opt_state=new["opt_state"],
     router=keep(router, state.router),
     rng=state.rng,

@@ -231,9 +231,12 @@ def test_a_signal_during_compilation_is_obeyed_before_the_first_step(mesh8, tmp_
 def test_a_tuned_run_computes_what_it_would_without(mesh8, tmp_path, whole, capsys):
   state = trainer(mesh8, tmp_path, tune="chunks=1,2", tune_rounds=1).run()
   assert bits(state) == bits(whole[1])
-  (line,) = [x for x in capsys.readouterr().out.splitlines() if "is chosen. " in x]
+  # A change that wins on the cut is compared once more, by whole steps. Which candidate wins is
+  # chance here: the fake objective computes the same for all three.
+  cut, *whole_steps = [x for x in capsys.readouterr().out.splitlines() if "is chosen. " in x]
   for name in ("as configured: ", "chunks=1: ", "chunks=2: "):
-    assert name in line
+    assert name in cut
+  assert len(whole_steps) == (0 if "as configured is chosen" in cut else 1)
 
 
 def test_a_signal_in_evaluation_discards_it_and_resume_does_it_again(mesh8, tmp_path, whole):

@@ -75,9 +75,10 @@ from scmoe.run.controls import exchanges_alone, without_exchanges
 from scmoe.run.names import check_workdir
 from scmoe.run.start import set_up_jax
 from scmoe.training.compiled import PROGRAMS, kept_programs
+from scmoe.training.fastest import Steps, fastest_step
 from scmoe.training.guided import GuidedStep
 from scmoe.training.measured import MeasuredState
-from scmoe.training.search import Search, Steps, fastest_step
+from scmoe.training.search import Search
 from scmoe.training.variants import Variant
 
 OWN = (

@@ -30,8 +30,9 @@ from scmoe.run.opened import open_run
 from scmoe.run.start import set_up_jax
 from scmoe.run.teacher import open_teacher
 from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.decisions import stored_variant
+from scmoe.training.fastest import Searchable, Steps
 from scmoe.training.options import CheckpointConfig
-from scmoe.training.search import Searchable, Steps, stored_variant
 from scmoe.training.step import TrainState
 from scmoe.training.variants import Variant
 

@@ -18,7 +18,7 @@ from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.fields import with_field
-from scmoe.training import search
+from scmoe.training import fastest
 from scmoe.training.variants import Variant
 
 
@@ -119,8 +119,8 @@ def test_neither_an_asked_for_nor_a_kept_schedule_is_searched_for(tmp_path, monk
     keep({"chosen": {"chunks": 2}})
     return Variant(chunks=2)
 
-  monkeypatch.setattr(search, "_on_a_cut", on_a_cut)
-  monkeypatch.setattr(search, "_on_whole_steps", lambda make, steps, proposed, found: proposed)
+  monkeypatch.setattr(fastest, "_on_a_cut", on_a_cut)
+  monkeypatch.setattr(fastest, "_on_whole_steps", lambda make, steps, proposed, found: proposed)
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setattr(profile, "MeasuredState", lambda *_: None)
   off = with_field(run, "overlap.search_seconds", "0")

@@ -27,8 +27,8 @@ from scmoe.profiling.windows import program_windows, summary  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.run.config_files import find_config, load_config  # noqa: E402
 from scmoe.run.fields import with_field  # noqa: E402
+from scmoe.training.fastest import Steps  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
-from scmoe.training.search import Steps  # noqa: E402
 from scmoe.training.variants import Variant  # noqa: E402
 
 SLOTS = Variant("packed", "mlp 0, attention 1: projections", "barriers", chunks=2)

@@ -34,8 +34,9 @@ from shared_state import StepArm, configured, machine, out_file, prepare  # noqa
 from scmoe.profiling.timer import Timing, interleave  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
+from scmoe.training.fastest import MARGIN, Steps  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
-from scmoe.training.search import MARGIN, Steps, against  # noqa: E402
+from scmoe.training.search import against  # noqa: E402
 from scmoe.training.variants import Variant  # noqa: E402
 
 SHARED = {

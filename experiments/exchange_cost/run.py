@@ -39,8 +39,8 @@ from scmoe.profiling.timer import Arm, interleave, speed_up  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.run.controls import exchanges_alone, without_exchanges  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
+from scmoe.training.fastest import Steps  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
-from scmoe.training.search import Steps  # noqa: E402
 from scmoe.training.variants import Variant  # noqa: E402
 
 ARMS = {"top-2": {"model.wiring": "top2"}, "Pos-2": {"model.wiring": "scmoe_pos2"}}

@@ -33,9 +33,9 @@ from scmoe.reports.tables import Table
 from scmoe.run import build, placement
 from scmoe.run.command_line import HELP, TRAIN_FLAGS, Flag, help_text, parse, run_config
 from scmoe.run.config import RunConfig
+from scmoe.training.fastest import PROFILES
 from scmoe.training.guided import GuidedStep
 from scmoe.training.metrics import memory_in_use
-from scmoe.training.search import PROFILES
 from scmoe.training.side_by_side import make_seeds_step
 from scmoe.training.step import init_state, make_train_step
 

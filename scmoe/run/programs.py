@@ -17,8 +17,8 @@ import jax
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.training.compiled import PROGRAMS, kept_programs
+from scmoe.training.fastest import PROFILES
 from scmoe.training.guided import GuidedStep
-from scmoe.training.search import PROFILES
 
 MOST_BYTES = 4 * 2**30  # size of the user's cache of programs; the least recently used go first
 

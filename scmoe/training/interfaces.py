@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from scmoe.base.batch import Batch
+from scmoe.training.fastest import Searchable
 from scmoe.training.options import CheckpointConfig
-from scmoe.training.search import Searchable
 
 
 class Batches(Protocol):

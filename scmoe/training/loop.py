@@ -31,10 +31,10 @@ from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.description import WEIGHTS_ONLY, misfit
 from scmoe.training.distributed import OnFirst, first_decides, is_first
 from scmoe.training.failure import REPLAY, not_finite, write_replay
+from scmoe.training.fastest import fastest_step
 from scmoe.training.interfaces import Data, Trainable
 from scmoe.training.journal import Journal
 from scmoe.training.resume import architecture, check_config, check_data
-from scmoe.training.search import fastest_step
 from scmoe.training.signals import StopRequest, Watchdog
 from scmoe.training.step import TrainState, init_state
 from scmoe.training.workdir import RunLock, prepare_workdir

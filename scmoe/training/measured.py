@@ -38,7 +38,7 @@ class MeasuredState:
   """A training state and one random batch, with which several compiled steps run in turns.
 
   Args:
-    built: the model, its optimizer, mesh and random batch (`scmoe.training.search.Searchable`).
+    built: the model, its optimizer, mesh and random batch (`scmoe.training.fastest.Searchable`).
     abstract: from `abstract_state`; None: `built.abstract_state()`.
     seed: of the parameters and of the random keys.
   """

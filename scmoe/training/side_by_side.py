@@ -38,10 +38,10 @@ from scmoe.parallel.mesh import manual, replicated, shardings_of
 from scmoe.training import masters
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.distributed import OnFirst
+from scmoe.training.fastest import PROFILES
 from scmoe.training.guided import GuidedStep
 from scmoe.training.loop import Run, Trainer
 from scmoe.training.optimizer import Optimizer
-from scmoe.training.search import PROFILES
 from scmoe.training.signals import StopRequest, Watchdog
 from scmoe.training.step import Objective, TrainState, make_local_step
 from scmoe.training.workdir import RunLock, prepare_workdir

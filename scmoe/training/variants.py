@@ -2,7 +2,7 @@
 
 All variants have the same state, so that a run can change the variant from one step to the next
 without moving a parameter (Tutel's runtime switching). A variant is compiled at its first use and
-kept; `scmoe.training.search` finds the fastest.
+kept; `scmoe.training.fastest` finds the fastest.
 """
 
 from __future__ import annotations

@@ -12,9 +12,11 @@ from training_fakes import trainer
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.profiling.timer import Timing
-from scmoe.training import search as search_module
+from scmoe.training import fastest
+from scmoe.training.decisions import Decisions
+from scmoe.training.fastest import fastest_step
 from scmoe.training.metrics import read_metrics
-from scmoe.training.search import Decisions, Search, against, fastest_step
+from scmoe.training.search import Search, against
 from scmoe.training.variants import StepVariants, Variant, parse_candidates
 
 
@@ -293,7 +295,7 @@ def test_a_cut_that_fails_leaves_the_run_as_configured(tmp_path, mesh1, monkeypa
   def no_memory(*args):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-  monkeypatch.setattr(search_module, "MeasuredState", no_memory)
+  monkeypatch.setattr(fastest, "MeasuredState", no_memory)
   step = fastest_step(built, state, tmp_path, say=lines.append)
   assert step.variant == Variant()
   assert "nothing was measured (RESOURCE_EXHAUSTED: out of memory)" in lines[-1]
@@ -345,10 +347,10 @@ class TwoPrograms:
       return FakeStep(variant, self.clock, [9.0] + [cost, 1.01 * cost] * 20)
 
     monkeypatch.setattr(type(built), "cut", dataclasses.replace)
-    monkeypatch.setattr(search_module.Steps, "__call__", make)
-    monkeypatch.setattr(search_module, "MeasuredState", FakeState)
+    monkeypatch.setattr(fastest.Steps, "__call__", make)
+    monkeypatch.setattr(fastest, "MeasuredState", FakeState)
     own = functools.partial(Search, clock=self.clock)
-    monkeypatch.setattr(search_module, "Search", own)
+    monkeypatch.setattr(fastest, "Search", own)
 
 
 @pytest.fixture

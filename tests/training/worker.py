@@ -29,8 +29,8 @@ from scmoe.parallel.mesh import MeshConfig, make_mesh
 from scmoe.profiling.program import Program
 from scmoe.training import loop
 from scmoe.training.distributed import initialize
+from scmoe.training.fastest import fastest_step
 from scmoe.training.options import CheckpointConfig, DistributedConfig
-from scmoe.training.search import fastest_step
 from scmoe.training.variants import Variant
 
 

@@ -1,0 +1,265 @@
+"""Finds the fastest way to run a step: `overlap.schedule=auto` and `train.tune`.
+
+Which schedule hides most depends on the link, the sizes and the router's balance, and no model of
+them was right everywhere (experiments/LOG.md). So candidates are measured, by a `Search`:
+
+  auto   measures before the first step. A cut of the run (`Searchable.cut`: same sizes, same
+         devices, but two block pairs and `overlap.flight` microbatches, compiled in seconds where a
+         whole step takes minutes) proposes a change; whole steps of the run, as configured and
+         with the change, decide
+  tune   measures candidates that the user names: with auto, in its search; without auto, in
+         the first steps, each of which trains
+
+WORKDIR/schedule.json keeps the decision and its measurements (`scmoe.training.decisions`); a later
+start reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from jax import Array
+from jax.sharding import Mesh
+
+from scmoe.base.errors import ConfigError
+from scmoe.base.output import warn
+from scmoe.blocks.options import OverlapConfig
+from scmoe.profiling.program import latencies
+from scmoe.training.decisions import SCHEDULE, Decisions
+from scmoe.training.guided import Collect, GuidedStep
+from scmoe.training.measured import MeasuredState
+from scmoe.training.optimizer import Optimizer
+from scmoe.training.options import TrainConfig
+from scmoe.training.search import Search
+from scmoe.training.step import Objective, TrainState, make_train_step
+from scmoe.training.variants import Change, StepVariants, Variant, parse_candidates
+
+PROFILES = "profile_guided"  # folder of measured operation latencies; see `GuidedStep`
+MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # auto's searches; MOST_STEPS: only on the cut
+CORES = 4  # CPU cores of the host that each of several simultaneous compilations should have
+
+
+class Searchable(Protocol):
+  """The model and options that a step and a search need; `Trainable` adds those of a run.
+
+  Attributes:
+    train, overlap: options.
+    config: the whole resolved configuration, JSON-able; checkpoints store it, and a resumed run
+      compares it.
+    mesh: the devices that the step runs on.
+    objective, optimizer: see `scmoe.training.step`.
+    candidates: the variants from which `overlap.schedule=auto` chooses; the first is as configured.
+  """
+
+  @property
+  def train(self) -> TrainConfig: ...
+  @property
+  def overlap(self) -> OverlapConfig: ...
+  @property
+  def config(self) -> dict[str, Any]: ...
+  @property
+  def mesh(self) -> Mesh: ...
+  @property
+  def objective(self) -> Objective: ...
+  @property
+  def optimizer(self) -> Optimizer: ...
+  @property
+  def candidates(self) -> Sequence[Variant | Change]: ...
+
+  def init(self, key: Array) -> tuple[Any, Any]:
+    """Parameters and router state before the first step; jittable."""
+    ...
+
+  def abstract_state(self) -> TrainState:
+    """The training state as `jax.ShapeDtypeStruct`s with shardings."""
+    ...
+
+  def variant(self, variant: Variant) -> Objective:
+    """The objective of a variant: the same result, computed in another way.
+
+    Only a variant that sets `top_k` or `capacity_factor` has another result.
+    """
+    ...
+
+  def cut(self) -> Searchable:
+    """The same model with fewer layers and microbatches, on the same devices, to measure on."""
+    ...
+
+  def random_batch(self) -> Any:
+    """One step's random tokens of this process: numpy arrays [A, B / processes, ...]."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  """Makes the training step of a model, as configured or of a variant.
+
+  Attributes:
+    built: the model and its options.
+    abstract: the training state as `jax.ShapeDtypeStruct`s with shardings.
+    folder: of the run; measured profiles are kept in its subfolder `profile_guided`.
+    gpu, collect, say: see `GuidedStep`.
+  """
+
+  built: Searchable
+  abstract: TrainState
+  folder: Path
+  gpu: bool | None = None
+  collect: Collect = latencies
+  say: Callable[[str], None] = print
+
+  def __call__(self, variant: Variant) -> GuidedStep:
+    """Makes the step as configured, or a variant of it."""
+    built, overlap = self.built, self.built.overlap
+    objective = built.objective if variant == Variant() else built.variant(variant)
+    how = {"gradient_dtype": overlap.gradient_dtype, "flight": overlap.flight}
+    step = make_train_step(objective, built.optimizer, self.abstract, **how)
+    options = {"gpu": self.gpu, "collect": self.collect, "say": self.say}
+    return GuidedStep(step, overlap, self.folder / PROFILES, variant=variant, **options)
+
+
+def fastest_step(
+  built: Searchable,
+  abstract: TrainState,
+  folder: Path,
+  *,
+  gpu: bool | None = None,
+  collect: Collect = latencies,
+  say: Callable[[str], None] = print,
+  same_transport: bool = False,
+) -> GuidedStep | Search:
+  """Makes the configured step or, with `overlap.schedule=auto` or `train.tune`, the fastest one.
+
+  With auto (and `overlap.search_seconds` > 0) the fastest is measured here; with `train.tune` alone
+  the returned `Search` measures it in the first training steps. If an earlier start kept a decision
+  for the same program and machine, the step of its variant is returned and nothing is measured.
+
+  With auto a cut of the run proposes a change. The change is taken if it is faster on whole steps
+  too. Whole steps need memory for one state of the run, freed before the run makes its own. In a
+  run with a teacher, or with adapters of a base, the cut decides alone: a whole step would need the
+  arrays of teacher or base, and they are not loaded yet. The cut has no teacher, and trains all
+  parameters.
+
+  Args:
+    built: the model and its options.
+    abstract: the training state as `jax.ShapeDtypeStruct`s with shardings.
+    folder: of the run; keeps the decision and measured profiles.
+    gpu, collect, say: see `GuidedStep`.
+    same_transport: leave out candidates that change `dispatch.transport`, so that steps of several
+      wirings can be compared.
+
+  Raises:
+    ConfigError: `train.tune` is malformed.
+  """
+  make = Steps(built, abstract, folder, gpu, collect, say)
+  steps, tuned = StepVariants(make), parse_candidates(built.train.tune)
+  searches = built.overlap.search_seconds > 0
+  candidates: Sequence[Variant | Change] = tuned
+  if searches:  # one search: first the user's candidates, then schedules for the fastest of them
+    first, *others = built.candidates
+    candidates = (first, *(tuned if built.train.tune else ()), *others)
+  if same_transport:
+    moved = lambda c: isinstance(c, Variant) and c.transport is not None
+    candidates = tuple(c for c in candidates if not moved(c)) or (Variant(),)
+  if len(candidates) == 1:
+    only = candidates[0]
+    return steps.step(only if isinstance(only, Variant) else Variant())
+  decisions = Decisions(folder / SCHEDULE, built.config)
+  chosen = decisions.known()
+  if chosen is not None and not (same_transport and chosen.transport is not None):
+    try:
+      known = steps.step(chosen)
+    except ConfigError as error:
+      warn(f"{decisions.file} is not used: {error}; searching again")
+    else:
+      say(f"schedule: {chosen}, as an earlier start chose ({decisions.file})")
+      return known
+  if searches:
+    found: dict[str, Any] = {}
+    proposed = _on_a_cut(make, candidates, found.update)
+    if proposed != Variant() and abstract.teacher is None:
+      proposed = _on_whole_steps(make, steps, proposed, found)
+    if found:
+      decisions.keep(found)
+    return steps.step(proposed)
+  return Search(steps, candidates, rounds=built.train.tune_rounds, keep=decisions.keep, say=say)
+
+
+def _on_a_cut(
+  make: Steps, candidates: Sequence[Variant | Change], keep: Callable[[dict[str, Any]], None]
+) -> Variant:
+  """The fastest candidate on a cut of the run (`cut`); `Variant()` if nothing could be measured."""
+  cut = make.built.cut()
+  abstract = cut.abstract_state()
+  quiet = dataclasses.replace(make, built=cut, abstract=abstract, say=lambda line: None)
+  search = Search(
+    StepVariants(quiet),
+    candidates,
+    on_best=True,
+    rounds=ROUNDS,
+    seconds=cut.overlap.search_seconds,
+    most_steps=MOST_STEPS,
+    margin=MARGIN,
+    # Several processes compile each program together: in several threads they could deadlock.
+    together=1 if jax.process_count() > 1 else (os.cpu_count() or 1) // CORES,
+    where="two pairs and one flight of microbatches",
+    keep=keep,
+    say=make.say,
+  )
+  return _fastest(search, cut, abstract, make.say) or Variant()
+
+
+def _on_whole_steps(
+  make: Steps, steps: StepVariants, proposed: Variant, found: dict[str, Any]
+) -> Variant:
+  """Compares the run as configured and with a proposed change, by whole steps; returns the winner.
+
+  The change wins if `against` lets it replace the configured variant. The two are compiled one
+  after the other: XLA times matrix products on the GPU as it compiles, a second compilation would
+  disturb these times, and the winner's program is the one that trains.
+
+  Args:
+    make, steps: the run's steps; the winner's stays compiled.
+    proposed: the variant that the cut chose.
+    found: the cut's decision; changed in place. The decision by whole steps takes its place and
+      holds it under `cut`. If nothing could be measured, `found` is emptied, so that a later start
+      tries again.
+  """
+  kept: dict[str, Any] = {}
+  search = Search(
+    steps,
+    (Variant(), proposed),
+    rounds=ROUNDS,
+    margin=MARGIN,
+    where="whole steps",
+    keep=kept.update,
+    say=make.say,
+  )
+  chosen = _fastest(search, make.built, make.abstract, make.say)
+  cut = dict(found)
+  found.clear()
+  if chosen is not None:
+    found.update({**kept, "cut": cut})
+  return chosen or Variant()
+
+
+def _fastest(
+  search: Search, built: Searchable, abstract: TrainState, say: Callable[[str], None]
+) -> Variant | None:
+  """Runs a search on a `MeasuredState` until it has chosen, drops the state, returns the choice.
+
+  None if nothing could be measured, e.g. with too little free memory.
+  """
+  try:
+    measured = MeasuredState(built, abstract, built.train.seed)
+    while search.chosen is None:
+      measured.train(search)
+  except jax.errors.JaxRuntimeError as error:
+    problem = " ".join(str(error).split())[:200]
+    say(f"schedule: nothing was measured ({problem}); going on as configured")
+  return search.chosen

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
   from scmoe.blocks.block import BlockConfig as BlockConfig
   from scmoe.blocks.options import OverlapConfig as OverlapConfig
   from scmoe.blocks.pair import BlockPair as BlockPair
-  from scmoe.blocks.schedule import Times as Times
-  from scmoe.blocks.schedule import describe as describe
-  from scmoe.blocks.schedule import draw as draw
   from scmoe.blocks.schedule import make_schedule as make_schedule
-  from scmoe.blocks.schedule import timeline as timeline
-  from scmoe.blocks.schedule import unit_times as unit_times
+  from scmoe.blocks.timeline import Times as Times
+  from scmoe.blocks.timeline import describe as describe
+  from scmoe.blocks.timeline import draw as draw
+  from scmoe.blocks.timeline import timeline as timeline
+  from scmoe.blocks.timeline import unit_times as unit_times
   from scmoe.blocks.walk import Context as Context
   from scmoe.blocks.wiring import WIRINGS as WIRINGS
   from scmoe.inference.offload.model import Offload as Offload
@@ -109,8 +109,9 @@ _NAMES = {
   "scmoe.blocks.block": ("BlockConfig",),
   "scmoe.blocks.pair": ("BlockPair",),
   "scmoe.blocks.walk": ("Context",),
-  "scmoe.blocks.schedule": (
-    "Times", "describe", "draw", "make_schedule", "timeline", "unit_times",
+  "scmoe.blocks.schedule": ("make_schedule",),
+  "scmoe.blocks.timeline": (
+    "Times", "describe", "draw", "timeline", "unit_times",
   ),
   "scmoe.profiling.roofline": ("MACHINES", "Machine", "Sizes", "model_times"),
   "scmoe.models.config": ("ModelConfig",),

@@ -29,15 +29,8 @@ import jax
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.sizes import duration
 from scmoe.base.stored import write_json
-from scmoe.blocks.schedule import (
-  COMPUTE,
-  LINK,
-  Span,
-  Times,
-  best_chunks,
-  describe,
-  make_schedule,
-)
+from scmoe.blocks.schedule import make_schedule
+from scmoe.blocks.timeline import COMPUTE, LINK, Span, Times, best_chunks, describe
 from scmoe.profiling import timer
 from scmoe.profiling.advice import advice
 from scmoe.profiling.clock import Paid

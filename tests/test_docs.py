@@ -314,7 +314,7 @@ WRONG = """
 [a page](docs/nowhere.md), `scmoe/moe/nothing.py`, `nothing.py`, `experiments/none/`,
 `scmoe.moe.rout`, `scmoe.moe.layer.MoE.root`, `MoELayer`, `MoE.root`, `Routing.place_TK`,
 `overlap.slot`, `router.order=choice`, `dispatch.transport=dense`, `overlap.schedule=later`,
-`--dry_runs`, `schedule.best_slit`, `further_rounds(x)` and `mesh.expert=many`.
+`--dry_runs`, `timeline.best_slit`, `further_rounds(x)` and `mesh.expert=many`.
 
 | here | Tutel |
 |---|---|
@@ -353,7 +353,7 @@ no option router.order
 no choice of dispatch.transport: dense
 no choice of overlap.schedule: later
 no flag --dry_runs
-no name schedule.best_slit
+no name timeline.best_slit
 no name further_rounds
 mesh.expert='many' is not of type int; use a whole number such as 8
 no option router.jitter"""
@@ -363,7 +363,7 @@ RIGHT = """
 `True`, `overlap.schedule`, `overlap.schedule="attention 1: projections"`, `metrics.jsonl`,
 `router.compat.order=token`, `--config.overlap.schedule="mlp 0"`,
 `router.weights=p` is not an option, but `router.gate=<word>`, `train.steps=N`, `model.wiring` are;
-`--dry_run`, `schedule.best_slot`, `x_TD`, `make_transport(config)`, `nnx.Module`.
+`--dry_run`, `timeline.best_slot`, `x_TD`, `make_transport(config)`, `nnx.Module`.
 """
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from scmoe import profile
 from scmoe.base.errors import ConfigError
-from scmoe.blocks.schedule import best_slot, joined, split_window
+from scmoe.blocks.schedule import joined
+from scmoe.blocks.timeline import best_slot, split_window
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.models.config import ModelConfig
 from scmoe.parallel.mesh import MeshConfig

@@ -99,7 +99,7 @@ class StageSeconds:
   add: float
 
   def milliseconds(self) -> dict[str, float]:
-    """Milliseconds by field name, for `scmoe.blocks.schedule.unit_times`."""
+    """Milliseconds by field name, for `scmoe.blocks.timeline.unit_times`."""
     return {name: 1e3 * seconds for name, seconds in dataclasses.asdict(self).items()}
 
 

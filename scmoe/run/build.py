@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
-from scmoe.blocks.schedule import Times, chunk_slots, unit_times
+from scmoe.blocks.timeline import Times, chunk_slots, unit_times
 from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
 from scmoe.layers.mlp import is_gated

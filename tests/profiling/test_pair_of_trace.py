@@ -2,7 +2,7 @@
 
 import pytest
 
-from scmoe.blocks import schedule
+from scmoe.blocks import timeline
 from scmoe.profiling import pair
 from scmoe.profiling.pair import COMPUTE, LINK, pair_bars
 from scmoe.profiling.trace import Event, is_communication, is_container
@@ -80,7 +80,7 @@ def test_one_pair_is_no_period():
 
 
 def test_the_streams_have_the_names_of_the_schedule():
-  assert (pair.COMPUTE, pair.LINK) == (schedule.COMPUTE, schedule.LINK)
+  assert (pair.COMPUTE, pair.LINK) == (timeline.COMPUTE, timeline.LINK)
 
 
 @pytest.mark.parametrize("name", ["all-to-all.22", "all-reduce", "reduce-scatter-start.1"])

@@ -72,8 +72,8 @@ class Experts(nnx.Module):
   choices' weights and computes gradients.
   """
 
-  # Mesh axes over which each device computes a partial sum of every output; the layer adds the
-  # sums up. This class has none.
+  # Mesh axes over which each device computes a partial sum of every output; the layer adds the sums
+  # up. Here there is none: each device computes whole outputs.
   partial: ClassVar[tuple[str, ...]] = ()
 
   def compute(self, rows_RD: Float[Array, "R D"], experts: ExpertRows) -> Float[Array, "R D"]:
@@ -151,7 +151,7 @@ class LayerExperts(Protocol):
 
 
 class LayerParams(Protocol):
-  """The parameters of a model's pairs, taken in order; `advance` is called after each pair."""
+  """Parameters of a model's block pairs, taken in order; `advance` is called after each pair."""
 
   def take(self, pair: int) -> Any:
     """The parameters of the pair with this index, as the pair's computation reads them."""
@@ -206,7 +206,7 @@ class OnDevice:
     if not self.recompute:
       return ExpertsOnDevice(experts)
     # The checkpoint keeps its inputs, the rows and their layout, and the results of all-gathers, so
-    # that the backward pass does not gather them again.
+    # that the backward pass gathers nothing again.
     apply = jax.checkpoint(lambda rows, layout: experts(rows, layout), policy=_keeps_gathered)
     return ExpertsOnDevice(apply)
 
@@ -292,10 +292,10 @@ class FFNExpertsConfig(FFNLayerOptions, path="FFNExpertsConfig"):
 
 
 class FFNExperts(Experts):
-  """Feed-forward experts: each computes down(act(up(row))) of its rows, by grouped products.
+  """Feed-forward experts: each computes down(act(up(row))) of its rows, or the gated form of this.
 
   With a gated activation an expert computes down(act(gate(row)) · up(row)). With `clamped_swiglu`
-  up(row) is first clamped to ± 7, and then 1 is added to it.
+  gate(row) is clamped to at most 7 and up(row) to ± 7, and 1 is added to up(row).
 
   Where several devices share an expert, each holds a part of the expert's hidden width. Tutel's
   adaptive parallelism decides whether weights or rows travel between these devices. With r replicas
@@ -358,7 +358,7 @@ class FFNExperts(Experts):
     return self._on_replicas(run, rows, weights, layout)
 
   def weights(self) -> FFNWeights:
-    """This device's share of the experts' parameters, in the stored type.
+    """This device's share of the parameters, as stored; zeros may stand for the output bias.
 
     Of the devices whose partial sums are added, all but one get a zero output bias.
     """
@@ -407,7 +407,7 @@ class FFNExperts(Experts):
 
 
 def _gathered(weights: FFNWeights, replicas: int, *, every_expert: bool) -> FFNWeights:
-  """The experts' matrices and biases, with their slices of the hidden width gathered in each group.
+  """Gathers the slices of the hidden width in each group, and with `every_expert` all experts' too.
 
   The groups are those of `FFNExperts`. The backward pass reduce-scatters the gradients.
 

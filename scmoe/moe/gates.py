@@ -112,9 +112,10 @@ class LinearGate(nnx.Module):
     return gate_product(x_TD, self.weight[...], fp32=self.fp32)
 
   def top_k(self, x_TD: Float[Array, "T D"], k: int) -> GateOutput:
-    """The tokens' logits and the k experts with the largest logits of each, by `gate_top_k`.
+    """The logits, each token's k best experts, and perhaps these experts' probabilities.
 
-    If the kernel for a single token runs, the result also has these experts' softmax probabilities.
+    `gate_top_k` computes them. The result has probabilities, by the softmax over all experts, if
+    the kernel for a single token runs.
     """
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 
@@ -170,7 +171,7 @@ class CosineGate(nnx.Module):
 def make_gates(
   width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
 ) -> list[Any]:
-  """The `config.compat.gates` gates over one set of experts, each with initial weights of its own.
+  """Makes `config.compat.gates` gates over one set of experts, each with its own initial weights.
 
   Raises:
     ConfigError: `config.gate` is neither a word of `GATES` nor the import path of something that

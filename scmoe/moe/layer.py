@@ -29,7 +29,7 @@ from scmoe.parallel.sequence import own_places, parts
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
-  """Options of a MoE layer, beside those of its experts (`FFNExpertsConfig`).
+  """Options of a MoE layer: those of its experts, which it inherits (`FFNExpertsConfig`), and more.
 
   Attributes:
     top_k: K, number of experts per token.
@@ -203,7 +203,7 @@ class MoE(nnx.Module):
   def route(
     self, x: Float[Array, "... D"], call: MoECall = MoECall(), gate: Gate | None = None
   ) -> RoutedTokens:
-    """Chooses experts and weights for all tokens, and the transport that brings rows there.
+    """Chooses each token's experts and weights, and the transport that moves tokens to experts.
 
     Args:
       x: normalised tokens.

@@ -102,33 +102,33 @@ def gshard_loss(sums: RouterSums) -> Array:
 
 
 def load_importance_loss(sums: RouterSums) -> Array:
-  """Load-importance loss ½ (cv²(I) + cv²(Ld)), one per layer (Tutel load_importance_loss).
+  """Load-importance loss of each layer, ½ (cv²(importance) + cv²(soft load)) over the experts.
 
-  I = Σ_t p_t, with p the softmax of the logits without noise, and
-  Ld = Σ_t Φ((p_t − θ_t) / (noise / E)), with θ_t the k-th largest logit with noise; see
-  `scmoe.moe.route.soft_load`. I and Ld have an entry per expert, and over these entries
-  cv²(v) = var(v) / (mean(v)² + 1e-10) with the unbiased variance.
-  The loss is 0 for one expert, and without tokens. With another `router.balance` than
-  load_importance the sums, and so the loss, are 0.
+  The importance is Σ_t p_t, with p the softmax of the logits without noise. The soft load is Σ_t
+  Φ((p_t − θ_t) / (noise / E)), with θ_t the k-th largest logit with noise; see
+  `scmoe.moe.route.soft_load`. Both have an entry for each expert, and over these entries cv²(v) =
+  var(v) / (mean(v)² + 1e-10) with the unbiased variance (Tutel load_importance_loss). The loss is 0
+  for one expert, and without tokens. With another `router.balance` than load_importance the sums,
+  and so the loss, are 0.
   """
   return (_variation(sums.importance_E) + _variation(sums.soft_load_E)) / 2
 
 
 def _variation(v_E: Array) -> Array:
-  """Squared coefficient of variation, unbiased var / (mean² + 1e-10); 0 for one expert."""
+  """Squared coefficient of variation over experts, unbiased var / (mean² + 1e-10); 0 for one."""
   if v_E.shape[-1] == 1:
     return jnp.zeros(v_E.shape[:-1], v_E.dtype)
   return v_E.var(-1, ddof=1) / (v_E.mean(-1) ** 2 + 1e-10)
 
 
 def megablocks_loss(sums: RouterSums) -> Array:
-  """MegaBlocks' load-balancing loss of each layer, E · ⟨counts / (T·K), mean_t probs_t⟩.
+  """MegaBlocks' balancing loss per layer, E · Σ_e (share of choices for e) · mean_t(probs_te).
 
-  Here counts are each expert's choices, T the tokens and K the choices per token. All K choices
-  count, also those that the transport drops; the gradient flows through the probabilities only. The
-  loss is 1 for a uniform router and 0 without tokens; for K = 1 it is the GShard loss. The mean
-  over L layers is MegaBlocks' global loss E / (L·T·K) · Σ_layers ⟨counts, mean_t probs_t⟩, without
-  its coefficient (moe_loss_weight).
+  All K choices of a token count, also those that the transport drops; the gradient flows through
+  the probabilities only. The loss is 1 for a uniform router and 0 without tokens; for K = 1 it is
+  the GShard loss. With `counts`, each expert's choices, and T tokens, the mean over L layers is
+  MegaBlocks' global loss E / (L·T·K) · Σ_layers ⟨counts, mean_t probs_t⟩, without its coefficient
+  (moe_loss_weight).
   """
   share_E = jax.lax.stop_gradient(sums.load_E) / jnp.maximum(sums.choices, 1)[..., None]
   mean_E = sums.probs_E / jnp.maximum(sums.tokens, 1)[..., None]
@@ -170,12 +170,11 @@ def layer_balance(sums: RouterSums, kind: str) -> Array:
 
 
 def balance_loss(sums: RouterSums, kind: str) -> Array:
-  """The balancing loss of all layers together, without its coefficient: a scalar.
+  """The sum of the layers' balancing losses, for `megablocks` their mean; without a coefficient.
 
-  It is the sum over layers (each Tutel layer adds its l_aux); for `megablocks` the mean, as in
-  `megablocks_loss`. The caller decides which tokens `sums` holds: those of a microbatch on all
-  devices, as in GShard, Tutel and MegaBlocks; or with `router.balance_over=step` all of a step's
-  (`balance_part`).
+  The result is a scalar. In Tutel, too, each layer adds its loss (l_aux). The caller decides which
+  tokens `sums` holds: those of a microbatch on all devices, as in GShard, Tutel and MegaBlocks; or
+  with `router.balance_over=step` all of a step's (`balance_part`).
   """
   loss = layer_balance(sums, kind)
   return loss.mean() if kind == "megablocks" else loss.sum()
@@ -262,7 +261,7 @@ def update_bias(
   total, zero = sums.load_E.shape[-1], sums.zero_experts
   real = total - zero
   target = 1 / total
-  if zero and config.real_experts:  # K = choices / tokens
+  if zero and config.real_experts:  # R/K · 1/E, since K = choices / tokens
     target = config.real_experts * sums.tokens[..., None] / jnp.maximum(choices_L1, 1) / real
   seen_L1, computes_E = choices_L1 > 0, jnp.arange(total) < real
   moved = lambda delta_LE: jnp.where(seen_L1 & computes_E, delta_LE, 0)

@@ -52,9 +52,10 @@ def route(
   training: Draws | None = None,
   zero_experts: int = 0,
 ) -> Routing:
-  """Chooses k experts for every token, and their weights (paper Eq. 1-4, see `choice_weights`).
+  """Chooses k experts for every token (token rounding: more or fewer), and their weights.
 
-  In the paper the softmax comes after the choice; here, as in Tutel, the scores come before it.
+  The choice and the weights are those of paper Eq. 1-4 (see `choice_weights`). In the paper the
+  softmax comes after the choice; here, as in Tutel, the scores come before it.
 
   NaN or infinite logits raise no error: the token's experts stay valid indices, and
   `RouterSums.nonfinite` counts the token. A NaN logit, or one of +inf under a softmax, makes the
@@ -178,13 +179,13 @@ class Scores:
     return scaled_weights(scores_TE, True) if self.independent else scores_TE
 
   def best(self, k: int, bias_E: Array | None = None) -> Array:
-    """The k best experts, best first: int32 [T, K].
+    """Each token's k best experts by logit, score or score + bias, best first: int32 [T, K].
 
     They are ordered by the logits, which have the order of the scores; with a balancing bias by
-    score + bias; with groups of experts by the score. If these values are equal, the expert with
-    the smaller index comes first. `jax.lax.top_k` takes NaN for the largest value, so the experts
-    are valid indices whatever the logits are. With groups (`router.n_group` > 1) only experts of a
-    token's `router.topk_group` best groups are chosen; these groups are called open.
+    score + bias; with groups of experts and no bias by the score. If these values are equal, the
+    expert with the smaller index comes first. `jax.lax.top_k` takes NaN for the largest value, so
+    the experts are valid indices whatever the logits are. With groups (`router.n_group` > 1) only
+    experts of a token's `router.topk_group` best groups are chosen; these groups are called open.
 
     Raises:
       ConfigError: the bias has the wrong shape, or the open groups hold fewer than k experts.
@@ -278,7 +279,7 @@ def _score(
 def _check_arguments(
   x_TD: Array, gate: Gate, config: RouterConfig, k: int, num_experts: int | None, mask_T: Any
 ) -> None:
-  """Checks `route`'s arguments; a ConfigError names the wrong type, shape or k."""
+  """Checks the arguments of `_score`; a ConfigError names the wrong type, shape or k."""
   check_type("config", config, RouterConfig)
   if x_TD.ndim != 2:
     raise ConfigError(f"routing reads tokens [tokens, width], got shape {list(x_TD.shape)}")
@@ -380,7 +381,7 @@ softmax_of_choices.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def pick(value_TE: Float[Array, "T E"], expert_TK: Int[Array, "T K"]) -> Float[Array, "T K"]:
-  """value[t, expert[t, k]] for each choice; the backward pass adds up over k, without a scatter."""
+  """value[t, expert[t, k]] for each choice; its gradient is a sum over k, made without a scatter."""
   return _pick(value_TE, expert_TK, value_TE.shape[1])
 
 

@@ -77,7 +77,7 @@ class Routing:
 
   @property
   def computed(self) -> Routing:
-    """The routing as a transport reads it, without zero experts; `self` if there are none.
+    """The routing that a transport reads, without the zero experts; `self` if it has none.
 
     A choice of a zero expert becomes a choice of expert 0 that is not made and has weight 0;
     `count_E` then has an entry for each of the `num_experts` computing experts only.
@@ -105,7 +105,7 @@ class Routing:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-  """The rows on the device of their experts, and what `combine` needs to bring them back.
+  """The rows that this device's experts compute, what `combine` needs beside them, and two counts.
 
   Attributes:
     rows: the rows, one array for each chunk of the exchange (`dispatch.chunks`).
@@ -140,7 +140,7 @@ class Dispatched:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterSums:
-  """Sums over tokens from which every routing loss and statistic follows.
+  """Sums over tokens from which routing losses, statistics and balancing biases are computed.
 
   The arrays are additive over devices, microbatches and the gatings of a block pair, so that one
   reduction serves all layers and all microbatches that run side by side. (A *gating* is one choice

@@ -222,7 +222,7 @@ class Capacity:
 def kept_choices(
   routing: Routing, rows: int, groups: int, order: str
 ) -> tuple[Array, Array, Array]:
-  """Decides which choices are kept: the first C in the queue of each capacity group and expert.
+  """Each choice's place in its queue, whether it is kept (place below C), and the queues' lengths.
 
   Args:
     routing: this device's choices.
@@ -232,8 +232,8 @@ def kept_choices(
 
   Returns:
     position_TK int32, the place in the queue (arbitrary for a choice that is not taken); kept_TK
-    bool, True for taken choices that are not dropped; and count_GE int32, the queues' lengths
-    before anything is dropped.
+    bool, True for taken choices that are not dropped; and count_GE int32, the lengths of the
+    queues, one for each capacity group and expert, before anything is dropped.
   """
   taken_TK = routing.taken_TK
   priority_T = routing.probs_TE.max(-1) if order == "priority" else None

@@ -52,8 +52,9 @@ from scmoe.parallel.mesh import TOKEN_AXES
 # launches on four GPUs; with 1/4 there are half as many rounds as with 1/8, in the same peak memory
 # (experiments/dispatch).
 OVERFLOW = 4
-# The axes of tokens over which no rows are exchanged: devices that differ in one of them alone
-# dispatch different tokens to the same experts, of which each has a copy, or along `shard` a part.
+# The axes of tokens over which no rows are exchanged. Devices that differ in one of these axes
+# alone dispatch different tokens to the same experts: each device has a copy of these experts, or
+# along `shard` a part of them.
 BESIDE_EXPERT = tuple(axis for axis in TOKEN_AXES if axis != "expert")
 
 
@@ -73,7 +74,7 @@ def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> i
 
 
 def overflow_rows(first_rows: int) -> int:
-  """Rows for each peer in an overflow round (P): the first round's / `OVERFLOW`, rounded up.
+  """Rows for each peer in an overflow round: the first round's divided by `OVERFLOW`, rounded up.
 
   Args:
     first_rows: rows per peer in the first round, all chunks together.
@@ -105,11 +106,12 @@ class Dropless:
   delivers: ClassVar[bool] = False  # whether `_send` leaves the rows at their experts
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
-    """Runs the overflow rounds, if any, then sends the first round: P rows to every peer per chunk.
+    """Sends the first round of rows; runs the overflow rounds before it, unless `experts` is None.
 
     XLA runs no exchange beside a loop that contains exchanges, even if the loop runs zero times. So
     the loop ends before the first round's exchange begins: dense work can then hide that exchange.
-    If the experts are not at hand yet (`overlap.ahead`), `overflow` runs the loop later.
+    The first round moves P rows of every queue in each chunk. If the experts are not at hand yet
+    (`overlap.ahead`), `overflow` runs the loop later.
 
     Args:
       x_TD: tokens of this device.
@@ -195,7 +197,7 @@ class Dropless:
   def _send(
     self, x_TD: Array, routing: Routing, queues: Queues, chunk: int, size: int, before: Array | None
   ) -> tuple[Chunk, Queues, Array | None]:
-    """Packs one chunk of the first round: positions [chunk · P, (chunk + 1) · P) of every queue.
+    """Packs one chunk of the first round: `size` positions of every queue, from chunk · size on.
 
     Args:
       x_TD: tokens of this device.
@@ -278,7 +280,7 @@ class Chunk:
 def _send_buffer(
   x_TD: Array, input_weight_TK: Array | None, queues: Queues, window: Permutation
 ) -> tuple[Array, Queues]:
-  """The rows of a send buffer [W·P, D], and the queues, tied to these rows by a barrier.
+  """The rows of the window's send buffer [W·P, D], and the queues, tied to these rows by a barrier.
 
   The rows are weighted already if weights multiply the experts' input. The layout of the arriving
   rows is computed from the returned queues, so XLA computes it beside the exchange and not before.
@@ -377,7 +379,7 @@ def make_queues(routing: Routing, exchange: Exchange, order: str) -> Queues:
   )
   sent_We = routing.count_E.reshape(ranks, num_experts // ranks)
   with jax.named_scope("counts"):
-    everyone_WWe = jax.lax.all_gather(sent_We, exchange.axis)  # [source, destination, expert]
+    everyone_WWe = jax.lax.all_gather(sent_We, exchange.axis)
     # The counts are named like the rows, so that a backward pass that recomputes the forward pass
     # does not gather them again.
     everyone_WWe = checkpoint_name(everyone_WWe, "moe_rows")
@@ -402,7 +404,7 @@ def make_queues(routing: Routing, exchange: Exchange, order: str) -> Queues:
 
 
 def make_window(queues: Queues, low: Any, rows: int) -> Permutation:
-  """The permutation that fills a send buffer [W·P] with positions [low, low + P) of every queue.
+  """The permutation that fills a send buffer with positions [low, low + rows) of each queue.
 
   In the example at the top of this file, the window [0, 2) of rank 0's queues has copy_R = 1 -1 0 3
   and row_TK = 2 0 4 3 4, where 4 stands for no row.
@@ -422,7 +424,7 @@ def make_window(queues: Queues, low: Any, rows: int) -> Permutation:
 
 
 def _layout_of_window(queues: Queues, low: Any, rows: int) -> RowLayout:
-  """The layout of the rows that this device receives in the window [low, low + P) of all queues.
+  """The layout of rows that arrive here from positions [low, low + rows) of all ranks' queues.
 
   It says each row's expert, the row's position among all received rows of that expert, and how many
   rows each expert has. Experts are numbered from 0 on each device. The queue of source rank s for

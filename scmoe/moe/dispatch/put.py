@@ -86,7 +86,7 @@ class Put(Dropless):
     return Chunk(rows_RD, plan.window, (plan, origin_R)), queues, before
 
   def _layout(self, sent: Chunk, queues: Queues, low: int, size: int) -> RowLayout:
-    """The experts' tiles, in which the rows of `_send` lie."""
+    """The layout of the experts' tiles, in which `_send` has put the rows."""
     del queues, low, size
     return tiled_layout(sent.plan[0].groups)
 
@@ -171,8 +171,9 @@ def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, s
   me = jax.lax.axis_index(exchange.axis)
   window = make_window(queues, low, size)
   tile = KERNEL_ROW_TILE if runs_ptx() else choose_tile(ranks * size, experts)
-  # Dimensions: source rank, rank, expert of that rank. `start` and `end` say where the expert's
-  # rows begin and end in the window [low, low + size) of the source's queue for the rank.
+  # Dimensions: source rank, receiving rank, expert of the receiving rank. `start` and `end` say
+  # where the expert's rows begin and end in the window [low, low + size) of the source's queue for
+  # the receiving rank.
   clip = lambda a: jnp.clip(a - low, 0, size)
   end_WWe = jnp.cumsum(counts_WWe, 2)
   start_WWe, end_WWe = clip(end_WWe - counts_WWe), clip(end_WWe)
@@ -227,7 +228,7 @@ def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
 
 @jax.custom_vjp
 def _put_tokens(x_TD: Array, plan: _Plan) -> tuple[Array, Array]:
-  """Puts each token into the tiles of its experts; see `_put_slots` for the result."""
+  """Puts each token to the places of its choices in the tiles; the result is that of `_put_slots`."""
   to = {"axis": plan.axis, "ranks": plan.ranks, "groups": plan.groups}
   rows_RD, origin_R = put_rows(
     x_TD, plan.place_TK, tag_MK=plan.origin_TK, num_rows=plan.groups.num_rows, **to

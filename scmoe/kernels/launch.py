@@ -62,7 +62,7 @@ def kernels_may_run() -> bool:
 
 
 def has_kernels(device: Any) -> bool:
-  """Whether a `jax.Device` runs the Mosaic GPU kernels: it is a Hopper GPU.
+  """Whether the Mosaic GPU kernels run on a `jax.Device`: on Hopper, and not in `without_kernels`.
 
   False for every device inside `without_kernels`.
   """
@@ -86,7 +86,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def runs_ptx() -> bool:
-  """Whether kernels with inline PTX run: the first device is a Hopper GPU, not simulated.
+  """Whether kernels with inline PTX run: `has_kernels` of the first device, and no simulation.
 
   False inside `without_kernels`.
   """

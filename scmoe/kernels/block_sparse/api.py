@@ -166,8 +166,8 @@ def dds(lhs_MK: jax.Array, sparse: BlockSparse, *, backend: str = "auto") -> jax
 def _oriented(sparse: BlockSparse):
   """Each block's values, block row and block column, and the number of block rows.
 
-  If the matrix is transposed, all four are those of the transposed matrix. Blocks are ordered by
-  block row.
+  Blocks are ordered by block row. If `sparse` is transposed, all four are those of the transposed
+  matrix.
   """
   t = sparse.topology
   if not sparse.transposed:

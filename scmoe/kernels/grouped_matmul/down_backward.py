@@ -120,7 +120,9 @@ def down_backward_product(
   index_R: jax.Array | None = None,
   num_sms: int | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
-  """Returns s·A, the gradients of the pre-activations, and ds_R (float32), by one kernel.
+  """Returns the weighted activation, and the gradients of pre-activations and of row weights.
+
+  In the letters of the top of this file these are s·A, dH and ds, the last in float32.
 
   Args:
     dy_XD: gradient of the weighted output, in the layout or read through `index_R`.
@@ -341,7 +343,7 @@ class _Cta:
   # -- epilogue: results -------------------------------------------------------------------------
 
   def finish(self, where: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
-    """Makes s·A and dH from the tile's dA' and stores them, block by block; then the ds shares."""
+    """Stores a tile's weighted activation and gradients of pre-activations, and shares of ds."""
     shape = self.shape
     first, first_col = self.first_place(where, first_row)
     da_tile = accumulators[0][...]
@@ -368,7 +370,11 @@ class _Cta:
     plgpu.barrier_wait(self.smem.pre_loaded.at[block.consumer])
 
   def finish_block(self, block: _Block, da: Any, ds: list[Any], col_tile: Any) -> None:
-    """Recomputes A for a block, adds ⟨dA', A⟩ of its rows to ds[block.index], stores s·A and dH."""
+    """Makes a block's results from `da`: adds its rows' share to ds[block.index], stores the rest.
+
+    The activation A is recomputed from the pre-activations. The share is ⟨da, A⟩ of each row; s·A
+    and dH are stored.
+    """
     shape, smem, activation = self.shape, self.smem, self.shape.activation
     in_buffer = _rows(block.index % shape.together)
     h = [
@@ -390,7 +396,7 @@ class _Cta:
     return share * lax.broadcast_in_dim(counts, share.shape, ())
 
   def store_block(self, block: _Block, dpre: Any, a: Any, s_full: Any) -> None:
-    """Stores a block of dH, through the buffers in which H was, and of s·A."""
+    """Stores a block's gradients of pre-activations (`dpre`), and its weighted activation."""
     shape, smem, outs, consumer = self.shape, self.smem, self.outs, block.consumer
     in_buffer = _rows(block.index % shape.together)
     for part in range(shape.parts):

@@ -80,10 +80,9 @@ def _kept(quantised: tuple[Array, Array]) -> tuple[Array, Array]:
 
 
 def _scale(largest: Array) -> Array:
-  """The scale of a block whose largest magnitude is `largest`; 1 for a block of zeros.
+  """The scale of a block with the largest magnitude `largest`; 1 if that is 0, infinite or NaN.
 
-  A block with an infinity or a NaN has the scale 1. The infinity becomes a NaN in e4m3, and a NaN
-  stays one, so that a NaN reaches the result.
+  In e4m3 an infinity becomes a NaN, and a NaN stays one, so that a NaN reaches the result.
   """
   part, exponent = jnp.frexp(largest / _LARGEST)
   exponent = jnp.clip(exponent - (part == 0.5), *_EXPONENTS)

@@ -294,7 +294,7 @@ class RowLayout:
     return RowLayout(sizes, name_G1[group_MK], position_MK, self.weight_MK)
 
   def in_place(self, tile: int) -> TiledRows:
-    """The tiles of padded experts where their rows lie; C must be a multiple of `tile`."""
+    """The tiles of padded experts, where their rows lie; C must be a multiple of `tile`."""
     assert self.padded is not None
     return TiledRows(make_equal_layout(*self.padded, tile), None)
 
@@ -347,7 +347,7 @@ class TiledRows:
 
 
 def choices_layout(expert_TK: jax.Array, weight_TK: jax.Array, num_experts: int) -> RowLayout:
-  """The layout of tokens in place, with K weighted choices each; an id outside [0, E) is none.
+  """The layout of tokens in place, with K weighted choices each; an id outside [0, E) is no expert.
 
   Raises:
     ValueError: the two do not have one shape [T, K], or the ids are not integers.

@@ -26,9 +26,9 @@ from scmoe.kernels.permute import Permutation, take_rows, take_words
 # Hidden sizes from which the rows are copied to their places before the product. A product that
 # gathers its rows does so once for every column tile, with copies that wgmma waits for, and with
 # wide tiles, so that it gathers each row less often. A product of rows in order takes the fastest
-# tiles. The copy before takes 0.7 ps for each element that it writes. If each row has only two
-# places, it takes 0.9 ps, since it then reads more rows for the same number of elements written.
-# Measured with layers of nine models on H200s (experiments/LOG.md, 2026-11-26).
+# tiles. The copy takes 0.7 ps for each element that it writes, or 0.9 ps if each row has only two
+# places, since it then reads more rows for the same number of elements written. Measured with
+# layers of nine models on H200s (experiments/LOG.md, 2026-11-26).
 GATHERED_BEFORE = {"up": 1408, "down_backward": 640, "weights_lhs": 1408}
 
 
@@ -77,7 +77,7 @@ def grouped_rows(
   precision=None,
   num_sms: int | None = None,
 ) -> jax.Array:
-  """out[r] = lhs[r] @ rhs[group of r], by a kernel; arguments as for `xla.grouped_rows`.
+  """`xla.grouped_rows` by a kernel: each row times its group's matrix or the transpose (+ bias).
 
   Rows of tiles that are not in use are not written. `precision` is ignored.
   """

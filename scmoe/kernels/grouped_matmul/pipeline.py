@@ -45,7 +45,7 @@ def can_gather() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """Shape of the work of one CTA.
+  """The shape of an output tile, and how the CTAs of a kernel share and stage the work on tiles.
 
   Attributes:
     rows: rows of an output tile.
@@ -95,7 +95,7 @@ def tiled_smem(shape: Sequence[int], dtype) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """A kernel's functions that `run_tiles` calls for each tile.
+  """The number of a kernel's tiles, and the functions that `run_tiles` calls for each of them.
 
   Attributes:
     num_tiles: how many tiles there are; a pair of CTAs takes two at a time, counted as one.

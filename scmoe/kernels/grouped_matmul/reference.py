@@ -22,7 +22,7 @@ def grouped_matmul_reference(
   group_sizes_G: jax.Array,
   bias_GN: jax.Array | None = None,
 ) -> jax.Array:
-  """out[m] = lhs[m] @ rhs[group of m] + bias[group of m]; zero for rows of no group.
+  """out[m] = lhs[m] @ rhs[group of m] (+ bias[group of m]); zero for rows of no group.
 
   Differentiable by plain autodiff. The result has the accumulation type (float32 or float64).
   """

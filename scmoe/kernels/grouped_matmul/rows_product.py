@@ -101,7 +101,7 @@ def rows_product(
   out_dtype,
   num_sms: int | None = None,
 ) -> tuple[jax.Array, ...]:
-  """Each row times its group's matrices, with biases and an activation in the kernel's epilogue.
+  """Each row times its group's matrices; the kernel's epilogue adds biases, and activates if asked.
 
   Args:
     lhs: operands [R, K]; the products of all of them are added up in the same results.

@@ -75,8 +75,8 @@ def _sorted(sizes_G, group_KM, position_KM, *, num_tiles, tile):
   return *outs[:5], outs[5].reshape(copies, rows), *outs[6:]
 
 
-# The inline code's operands.
-_SIZES, _GROUP, _POSITION = "$0", "$1", "$2"  # inputs; the rest but the last are outputs
+# The inline code's operands: three inputs, eight outputs, and the block's shared memory.
+_SIZES, _GROUP, _POSITION = "$0", "$1", "$2"
 _TILE_STARTS, _TILES, _BY_SIZE, _NUM_TILES, _TILE_GROUP = "$3", "$4", "$5", "$6", "$7"
 _ROW, _COPY, _TOKEN = "$8", "$9", "$10"
 _SHARED = "$11"

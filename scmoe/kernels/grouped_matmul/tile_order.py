@@ -65,9 +65,10 @@ def paired_tiles(tiling: Tiling, row_tiles: Any, col_tiles: int) -> Any:
 
 
 def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[Any, Any, Any]:
-  """Tile number, or number of a pair of tiles, -> this CTA's tile, in the order of `banded`.
+  """Number of a tile or pair -> this CTA's row tile and column tile, and the other CTA's row tile.
 
-  With pairs of "rows" and an odd number of row tiles, both CTAs compute and store the last one.
+  Tiles, or pairs, are in the order of `banded`. With pairs of "rows" and an odd number of row
+  tiles, both CTAs compute and store the last one.
 
   Returns:
     This CTA's row tile and column tile, and the row tile of the pair's other CTA (without pairs

@@ -1,4 +1,4 @@
-"""Tilings that were measured on a user's own GPU: `python -m scmoe.bench.tune` keeps them here.
+"""Tilings that were measured on a user's own GPU, in the files of `python -m scmoe.bench.tune`.
 
 There is one JSON file for each kind of device, in the user's cache folder. Its tilings are
 preferred to those that the package ships, as long as they are among the tilings that `tiles` offers

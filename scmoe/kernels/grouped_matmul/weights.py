@@ -57,7 +57,7 @@ class FFNWeights:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-  """How an implementation computes; static.
+  """How an implementation of the experts' network computes; all fields are static.
 
   Attributes:
     activation: the activation between the layers.

@@ -31,7 +31,7 @@ from scmoe.kernels.permute import Permutation, take_rows
 
 
 def choose_tile(num_rows: int, num_groups: int) -> int:
-  """Rows of a tile: a sixteenth of a balanced group, or up to a quarter if groups are small.
+  """Rows of a tile, 8 to 512: a sixteenth of a balanced group, or up to a quarter of a small one.
 
   The layout has room for a part-filled tile of every group. With tiles of a sixteenth of a group,
   padding adds about 6 % to the rows at most. A product should have 64 rows, though. If 64 is more
@@ -95,7 +95,7 @@ def _of_tile(precision) -> _Products:
 
 
 def _of_groups(layout: GroupLayout, precision, dtype=None) -> _Products:
-  """One dense product for all groups; results in `dtype`, by default the operands' type."""
+  """One dense product for all groups; its result has `dtype`, by default the operands' type."""
   groups = layout.num_groups
   by_group = lambda rows_RN: rows_RN.reshape(groups, -1, rows_RN.shape[1])
 
@@ -196,7 +196,7 @@ def grouped_rows(
   precision=None,
   num_sms: int | None = None,
 ) -> jax.Array:
-  """out[r] = lhs[r] @ rhs[group of r], or @ rhs[group of r].T, and + bias[group of r] if given.
+  """Each row of lhs, in order or by index, times its group's matrix or its transpose (+ bias).
 
   Args:
     lhs_XK: the R rows of the layout, or any number of rows if `index_R` is given.
@@ -269,7 +269,7 @@ def forward(
   permutation: Permutation | None = None,
   with_pre: bool = True,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  """Every row through its expert: y = down(act(up(x))), or down(act(gate(x)) · up(x)) with a gate.
+  """Each row's y = down(act(up(x))) by its expert, or the gated form, and the pre-activations.
 
   Args:
     x_XD: rows, read at the tokens of `permutation` if that is given.
@@ -277,7 +277,7 @@ def forward(
     layout: the tiles of R.
     how: how to compute; its activation, precision and fp8 are used.
     permutation: between x's rows and those of the tiles; None: they are the same.
-    with_pre: whether to return the pre-activations; if not, () stands for them.
+    with_pre: whether to return the pre-activations, up(x) and gate(x); if not, () stands for them.
 
   Returns:
     y_RD in the type of x, and the pre-activations [R, F] in the order of `weights.up_weights`.

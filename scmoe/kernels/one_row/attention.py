@@ -151,7 +151,7 @@ class PartialProjections:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartialAttention:
-  """One token's attention over each part of a cache: a `linear.ComputedRow`, of width H N.
+  """One token's attention over each part of a cache, still to be joined: a `linear.ComputedRow`.
 
   For several tokens, one per row, the heads of all rows stand in H; then only `joined` is used.
 
@@ -169,7 +169,7 @@ class PartialAttention:
 
   @property
   def width(self) -> int:
-    """H N, the width of the joined row."""
+    """Width of the joined row: the number of heads times the width of a head."""
     return self.y_PHN.shape[1] * self.y_PHN.shape[2]
 
   @property

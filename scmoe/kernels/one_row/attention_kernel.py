@@ -72,7 +72,7 @@ class _Seen(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-  """A running softmax of M rows.
+  """A running softmax for each row of a tile, that is for each query.
 
   Attributes:
     most_M: each row's largest score so far.
@@ -283,7 +283,7 @@ class _Cta:
       plgpu.commit_smem()
 
   def finished_queries(self) -> Any:
-    """The queries of stage 2 as rows of a tile; rows from G on repeat query 0."""
+    """The queries that `finish_projections` made, as rows of a tile; the rest repeat query 0."""
     width, query_rows = self.shape.width, self.smem.query_rows
     q_MN = self.in_every_row(query_rows.at[pl.ds(0, width)])
     row_MN = plgpu.broadcasted_iota(jnp.int32, q_MN.shape, 0, layout=_TILE)

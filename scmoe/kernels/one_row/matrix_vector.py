@@ -66,7 +66,7 @@ def split(
   most: int = 0,
   unit: int = 0,
 ) -> Split | None:
-  """The division that keeps the largest share of multiprocessors busy; None if no division fits.
+  """The division with the largest share of busy multiprocessors over √waves; None if none fits.
 
   The CTAs run in waves of at most `num_sms`. So that fewer waves are preferred, the share is
   divided by the square root of their number. Example: 198 CTAs on 132 multiprocessors are two
@@ -132,7 +132,7 @@ def place():
 
 
 def one_of(expert, matrices):
-  """An expert's index, clipped to [0, G); the caller drops the products of an index outside it."""
+  """An expert's index, clipped to those of `matrices`; the caller drops other indices' products."""
   return jnp.clip(expert, 0, matrices.shape[0] - 1)
 
 

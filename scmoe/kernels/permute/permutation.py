@@ -28,7 +28,7 @@ from jax import Array, lax
 from scmoe.kernels import launch
 from scmoe.kernels.permute import positions
 
-_BLOCK = 32  # choices that are compared with each other; blocks of 128 take four times as long
+_BLOCK = 32  # choices of a block, compared with each other; 128 would take four times as long
 _SUMMED = 512  # most rows whose running sums one product computes
 _ADDED = 16  # most rows that are added one by one; XLA fuses these additions into one kernel
 
@@ -50,7 +50,7 @@ class Permutation:
 
 
 def make_permutation(row_TK: Array, num_rows: int) -> Permutation:
-  """The permutation in which each choice has the row `row_TK`; R or more means no row.
+  """The permutation in which each choice has the row `row_TK`; `num_rows` or more means no row.
 
   Args:
     row_TK: integers from 0 on; those below R differ from each other.
@@ -171,7 +171,7 @@ def take_rows(x_MN: Array, index_R: Array) -> Array:
 
 
 def take_words(x_MN: Array, index_R: Array) -> Array:
-  """Row index[r] of x for each r, moved in words of 4 bytes; zeros where it is outside [0, M).
+  """Row index[r] of x for each r, moved in words of 4 bytes; zeros if index[r] is outside [0, M).
 
   A row must be an even number of 2-byte elements. XLA's gather moves a fixed number of elements a
   second, whether these have 2 or 4 bytes, so `take_rows` would take twice as long. Not
@@ -244,7 +244,7 @@ gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
 
 @jax.custom_vjp
 def weigh_rows(rows_RD: Array, weight_TK: Array, permutation: Permutation) -> Array:
-  """rows[r] · weight of the choice that fills row r, in the rows' type; 0 · rows[r] if none."""
+  """rows[r] · weight of its choice, in the rows' type; 0 · rows[r] if no choice fills row r."""
   weight_R = take_rows(weight_TK.reshape(-1), permutation.copy_R)
   return (weight_R[:, None] * rows_RD).astype(rows_RD.dtype)
 

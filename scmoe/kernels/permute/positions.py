@@ -105,7 +105,7 @@ class _Program:
 
   @property
   def padded(self) -> int:
-    """L, how many counts a row holds."""
+    """L, the number of counts in a row: E + 1, rounded up to a multiple of 32."""
     return (self.num_experts // _LANES + 1) * _LANES
 
   @property
@@ -120,7 +120,7 @@ class _Program:
 
   @property
   def blocks_before_at(self) -> int:
-    """Bytes from the first warp's counts to those of the blocks before."""
+    """Bytes from the first warp's counts to the sums over the blocks before this one."""
     return self.block_at + self.row_bytes
 
   @property
@@ -165,14 +165,14 @@ class _Program:
       self.for_each_count("BLOCKS", self.add_up_blocks()),
       ptx.wait_for_block(),
       self.walk("PLACE", *(self.add_before(j) for j in ahead)),
-      ptx.wait_for_cluster(),  # no block ends while another reads its shared memory
+      ptx.wait_for_cluster(),  # a block ends once no other reads its shared memory
     )
 
   def begin(self) -> str:
     """Finds the numbers of thread, lane, warp and block, and the addresses of the warp's counts.
 
     mine = the address of the warp's row of counts; slot = the address of count `lane` in this row,
-    the first that the lane clears.
+    the first that the lane clears; lower = a mask of the lanes before this one; nothing = 0.
     """
     return ptx.lines(
       [
@@ -194,7 +194,7 @@ class _Program:
     return ptx.lines(ptx.store_shared("slot", "nothing", _WORD * e) for e in each)
 
   def first_choice(self) -> str:
-    """start = the lane's first choice: (block · warps + warp) · length of a warp's run + lane."""
+    """start = the lane's first choice: (block · 32 + warp) · length of a warp's run + lane."""
     return ptx.lines(
       [
         ptx.multiply_add("start", "block", _WARPS, "warp"),
@@ -314,9 +314,11 @@ class _Program:
     )
 
   def add_up_blocks(self) -> str:
-    """Adds up entry e of the blocks before this one, and writes the sum to shared memory.
+    """Writes the sum of entry e over earlier blocks; the first block writes the total over all,
+    too.
 
-    The first block also writes the sum over all blocks, the count of expert e, to the result.
+    The sum goes to shared memory. The total over all blocks is the count of expert e, and goes to
+    the result; entries from E on are of no expert.
     """
     one = lambda rank: ptx.lines(
       [

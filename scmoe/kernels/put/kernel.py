@@ -41,7 +41,7 @@ from scmoe.kernels.row_copier import (
 )
 
 BLOCKS = 32  # thread blocks by default, each on a multiprocessor of its own
-_SENDING = 4  # of 8 stages: rows that a warp's outgoing copies may still read while it goes on
+_SENDING = 4  # of a warp's 8 stages, those that its copies may still read while it goes on
 _COPIED = 16  # bytes: a bulk copy moves a multiple of it
 _ADDRESS = 8  # bytes of an address in global memory
 MOST_RANKS = 8
@@ -70,7 +70,7 @@ def put_rows_kernel(
   ranks: int,
   blocks: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Sends rows to their places on all ranks, and a tag beside each; see `rows.put_rows`.
+  """Sends rows to their places on all ranks, and tags beside them if given; see `rows.put_rows`.
 
   Args:
     x_MD: rows that the kernel `takes`.
@@ -118,7 +118,7 @@ def put_rows_kernel(
     thread_name="wg",
     scratch_types=[
       plgpu.SMEM((-(-program.shared_bytes // 512) * 128,), jnp.int32),
-      plgpu.SemaphoreType.REGULAR,  # each block has its own, 0 at the kernel's begin
+      plgpu.SemaphoreType.REGULAR,  # a block's count of signals, 0 at the kernel's begin
     ],
   )(
     x_MD,
@@ -257,7 +257,7 @@ class _Program(RowCopier):
     )
 
   def keep_addresses(self) -> str:
-    """Writes three addresses of every rank to shared memory: a lane looks up those of one rank."""
+    """Writes every rank's three addresses to shared memory, where `far_address` looks them up."""
     one = lambda i: ptx.store_shared_wide("addresses", f"${_FAR + i}", _ADDRESS * i, only_if="yes")
     first = ptx.compare("yes", "thread", "==", 0, unsigned=True)
     return ptx.lines([first, *map(one, range(3 * self.ranks))])
@@ -321,7 +321,7 @@ class _Program(RowCopier):
     )
 
   def send_zero(self) -> str:
-    """Starts to copy the row of zeros to row `to` of this device's result; its tag is -1."""
+    """Starts to copy zeros to row `to` of this device's result, with the tag -1, if `yes` holds."""
     return ptx.lines(
       [
         ptx.element_address("wide", _OUT, "to", self.row_bytes, unsigned=True),

@@ -35,10 +35,11 @@ def put_rows(
   groups: GroupLayout | None = None,
   blocks: int = kernel.BLOCKS,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Sends each row to its places, on whichever rank; every device of the axis calls it.
+  """Sends each row to its places on any rank; returns the rows and tags that arrive here.
 
-  Not differentiable. On a Hopper GPU one kernel writes into the other GPUs' memory; elsewhere every
-  rank gathers all rows and picks its own, which costs W times the memory.
+  Every device of the axis calls this function. It is not differentiable. On a Hopper GPU one kernel
+  writes into the other GPUs' memory; elsewhere every rank gathers all rows and picks its own, which
+  costs W times the memory.
 
   Args:
     x_MD: this device's rows.

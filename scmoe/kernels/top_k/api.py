@@ -68,7 +68,7 @@ class PartialLogits(NamedTuple):
 def gate_under_norm(
   row: Normalised, gate_DE: Array, *, fp32: bool = True, backend: str = "auto"
 ) -> PartialLogits | None:
-  """A single token's norm and its product with a gate's weights, in one kernel; or None.
+  """A token's norm and its product with a gate, in one kernel; None if that kernel does not run.
 
   Where a gradient is asked for, XLA computes the result and the gradient.
 
@@ -126,11 +126,13 @@ def gate_product(x_TD: Array, gate_DE: Array, *, fp32: bool) -> Array:
 def gate_top_k(
   x_TD: Array, gate_DE: Array, k: int, *, fp32: bool = True, backend: str = "auto"
 ) -> GateOutput:
-  """Logits of a linear gate, and each token's k experts with the largest logits.
+  """Logits of a linear gate, each token's k best experts, and perhaps these experts' probabilities.
 
-  The kernel for a single token also gives the experts' softmax probabilities. In a tie the expert
-  with the smaller index comes first. For XLA, NaN counts as the largest logit. The kernels may
-  choose any experts for a token with a NaN logit; the experts' ids are valid.
+  The best experts are those with the largest logits. Their probabilities, by the softmax over all E
+  logits, are given only where the kernel for a single token takes the token, also if XLA computes
+  in its place. In a tie the expert with the smaller index comes first. For XLA, NaN counts as the
+  largest logit. The kernels may choose any experts for a token with a NaN logit; the experts' ids
+  are valid.
 
   Args:
     x_TD: tokens.
@@ -201,7 +203,7 @@ def has_kernel(x_TD: Array, num_experts: int, fp32: bool, backend: str) -> bool:
 
 
 def split_terms(w: Array, terms: int, dtype: Any) -> Array:
-  """w as the sum of `terms` arrays of type `dtype`, [terms, ...]; each rounds the rest of w."""
+  """[terms, ...]: w as a sum of arrays of type `dtype`; each rounds what the earlier ones leave."""
   parts, rest = [], w.astype(jnp.float32)
   for _ in range(terms):
     parts.append(rest.astype(dtype))
@@ -222,7 +224,7 @@ def _gate_top_k_fwd(x_TD, gate_DE, static):
 
 
 def _gate_top_k_bwd(static, residuals, cotangents):
-  """Gradients of tokens and weights, by products of terms in the tokens' type.
+  """Gradients of tokens and weights, by products of 16-bit terms (see the top of this file).
 
   For a float32 gate the terms are bfloat16, since a float32 product takes 15 times as long. The
   gradient of its weights is float32, so it takes all three terms of dlogits. The gradient of the

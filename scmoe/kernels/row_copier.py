@@ -18,12 +18,12 @@ from typing import ClassVar
 from scmoe.kernels import ptx
 
 LANES = 32
-WARPS = 4  # warps of a block; eight are no faster
-ALIGNED = 128  # bytes: a stage begins at a multiple of it
-WORD = 4  # bytes of an int32
-BARRIER = 8  # bytes of a barrier
-STAGES = 8  # most rows of a warp in shared memory; fewer where rows are wide
-_ROOM = 200_000  # bytes of shared memory for the stages and the row of zeros
+WARPS = 4  # Warps of a block; eight are no faster.
+ALIGNED = 128  # A stage begins at a multiple of so many bytes.
+WORD = 4  # Bytes of an int32.
+BARRIER = 8  # Bytes of a barrier.
+STAGES = 8  # The most rows of a warp in shared memory; fewer where rows are wide.
+_ROOM = 200_000  # Bytes of shared memory for the stages and the row of zeros.
 
 # The first operands of both kernels' inline code.
 X, PLACES = "$0", "$1"

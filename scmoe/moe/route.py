@@ -26,7 +26,7 @@ Gate = Callable[[Array], Array] | Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-  """Random numbers for the gate in training, for the tokens of this device.
+  """The gate's random noise and jitter in training, for the tokens of this device.
 
   `MoE` draws them for the global batch, so that they do not depend on the mesh.
 

@@ -36,8 +36,8 @@ from scmoe.kernels.grouped_matmul.pipeline import (
 from scmoe.kernels.grouped_matmul.tile_order import first_of, locate_rows, paired_tiles, tiles_over
 from scmoe.kernels.launch import resolve_num_sms
 
-_COLS = 64  # columns of a chunk: one swizzle row, 128 bytes, of 2-byte elements
-_ROWS = 64  # rows that are in registers at a time: a consumer's whole chunk would not fit
+_COLS = 64  # Columns of a chunk: one swizzle row, 128 bytes, of 2-byte elements.
+_ROWS = 64  # Rows that are in registers at a time: a consumer's whole chunk would not fit.
 
 
 @jax.tree_util.register_dataclass

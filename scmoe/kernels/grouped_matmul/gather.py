@@ -16,15 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline, ptx
 
-_THREADS = 128  # threads of the warpgroup that gathers
-_SWIZZLE_BYTES = 128  # the swizzle permutes the 16-byte pieces of each 128 bytes of a row
-_SWIZZLE_ROWS = 8  # rows after which the permutation of the pieces repeats
-_SWIZZLE_BLOCK = _SWIZZLE_ROWS * _SWIZZLE_BYTES  # bytes of a box: 128 bytes of each of 8 rows
+_THREADS = 128  # Threads of the warpgroup that gathers.
+_SWIZZLE_BYTES = 128  # The swizzle permutes the 16-byte pieces of each 128 bytes of a row.
+_SWIZZLE_ROWS = 8  # After 8 rows the permutation of the pieces repeats.
+_SWIZZLE_BLOCK = _SWIZZLE_ROWS * _SWIZZLE_BYTES  # Bytes of a box: 128 bytes of each of 8 rows.
 _COPY_BYTES = 16
 _THREADS_PER_ROW = _SWIZZLE_BYTES // _COPY_BYTES
 _ROWS_PER_PASS = _THREADS // _THREADS_PER_ROW
-_BARRIER = 8  # bytes of a barrier
-_WORD = 4  # bytes of an int32
+_BARRIER = 8  # Bytes of a barrier.
+_WORD = 4  # Bytes of an int32.
 
 
 def barrier_memory(stages: int) -> Any:

@@ -272,9 +272,8 @@ class RowLayout:
     if runs_ptx() and sorting.takes(self.num_copies, self.num_groups):
       return _sorted_by_kernel(sizes_G, group_MK, position_MK, tile)
     groups = make_layout(sizes_G, self.num_copies, tile)
-    starts_G1 = jnp.append(
-      groups.tile_starts_G * tile, groups.num_rows
-    )  # last entry: "no expert" starts behind all rows
+    # The last entry is for copies of no expert: they start behind all rows.
+    starts_G1 = jnp.append(groups.tile_starts_G * tile, groups.num_rows)
     # The lookup takes all rows' first copies, then all second ones. `choices_layout` counts
     # positions in this order, so XLA transposes nothing.
     row_MK = starts_G1[group_MK.T].T + position_MK

@@ -19,9 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled, resolve_num_sms, varying_as
 
-_THREADS = 512  # threads of a block
-_MOST = 1024  # most groups
-_WORD = 4  # bytes of an int32
+_THREADS = 512  # Threads of a block.
+_MOST = 1024  # The most groups that the kernel takes.
+_WORD = 4  # Bytes of an int32.
 
 
 def takes(num_choices: int, num_groups: int) -> bool:

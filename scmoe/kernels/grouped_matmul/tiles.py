@@ -34,9 +34,9 @@ from scmoe.kernels.grouped_matmul.tiling_tables import (
 from scmoe.kernels.grouped_matmul.tuned import Key
 
 ROW_TILE = KERNEL_ROW_TILE
-SMEM_LIMIT = 232_448  # bytes of shared memory that a CTA may have on Hopper
-TWICE = 0.07  # largest share of columns that tiles may compute twice
-_RESERVED = 2_048  # bytes for barriers, biases and their alignment
+SMEM_LIMIT = 232_448  # Bytes of shared memory that a CTA may have on Hopper.
+TWICE = 0.07  # The largest share of columns that tiles may compute twice.
+_RESERVED = 2_048  # Bytes of shared memory for barriers, biases and their alignment.
 
 # The tiling for fp8 operands. A stage is one block of `fp8` deep. The sums take registers beside
 # each stage's accumulators, so a tile has half the columns of others. This was the fastest of six

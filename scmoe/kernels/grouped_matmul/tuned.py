@@ -27,8 +27,8 @@ from scmoe.kernels.grouped_matmul.pipeline import Tiling
 Key = tuple[str, int, int, bool]
 _log = logging.getLogger(__name__)
 _FORMAT = 1
-_MOST = 2**20  # most bytes of a file that is read
-_RENAMED = {"stores": "store_buffers"}  # names of fields in older files
+_MOST = 2**20  # The most bytes that are read of a file.
+_RENAMED = {"stores": "store_buffers"}  # Fields' names in older files -> their names now.
 _FIELDS = {field.name: type(field.default) for field in dataclasses.fields(Tiling)}
 
 

@@ -174,7 +174,7 @@ class PartialAttention:
 
   @property
   def size(self) -> int:
-    """Numbers of the joined result: those of one row."""
+    """How many numbers the joined row has."""
     return self.width
 
   @property

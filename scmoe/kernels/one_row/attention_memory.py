@@ -18,10 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels.grouped_matmul.pipeline import tiled_smem
 
-BLOCK = 64  # positions that a warpgroup reads together
-STAGES = 2  # blocks that a warpgroup has in shared memory or on their way there
-ROWS = 64  # rows of a matrix instruction
-WARPGROUP = 128  # threads of a warpgroup
+BLOCK = 64  # Positions of the cache that a warpgroup reads together.
+STAGES = 2  # Blocks that a warpgroup has in shared memory or on their way there.
+ROWS = 64  # Rows of a matrix instruction.
+WARPGROUP = 128  # Threads of a warpgroup.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,10 @@ from scmoe.base.compat import load_as, store_into
 from scmoe.kernels.launch import compiled, interpretation
 from scmoe.kernels.one_row.norm import Normalised, of_part
 
-SUMS = 64  # rows of the array of partial sums: P rows get the CTAs' sums, the others zeros
-_ROWS = 64  # rows of the gate's weights in a tile
-_UNIT = 128  # a CTA's part of the row is a multiple of this; a CTA has as many threads
-_HELD = 128  # most weights that a thread holds
+SUMS = 64  # Rows of the array of partial sums: P rows get the CTAs' sums, the others zeros.
+_ROWS = 64  # Rows of the gate's weights in a tile.
+_UNIT = 128  # Threads of a CTA; its part of the row is a multiple of this number.
+_HELD = 128  # The most weights that a thread holds.
 
 
 def shares(width: int, num_experts: int) -> int:

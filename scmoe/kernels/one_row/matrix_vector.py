@@ -32,9 +32,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels.launch import compiled
 
-WARPGROUP = 128  # threads of a warpgroup
-WARPGROUPS = 4  # warpgroups of a CTA; each takes a quarter of the CTA's rows
-_IN_FLIGHT = 64  # weights that a thread has begun to load and not yet used
+WARPGROUP = 128  # Threads of a warpgroup.
+WARPGROUPS = 4  # Warpgroups of a CTA; each takes a quarter of the CTA's rows.
+_IN_FLIGHT = 64  # Weights that a thread has begun to load and not yet used.
 # Columns of a piece: a thread loads 4, 8 or 16 bytes of a row of 16-bit floats at once.
 _COLUMNS = (256, 512, 1024)
 

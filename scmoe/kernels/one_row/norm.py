@@ -18,8 +18,8 @@ from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.launch import compiled, interpretation
 from scmoe.kernels.one_row.without_gradient import without_gradient
 
-_WIDEST = 8192  # most numbers that a warpgroup holds: 64 for each of its 128 threads
-_MULTIPLE = 256  # D is a multiple of this: two numbers for each thread of a warpgroup
+_WIDEST = 8192  # The most numbers that a warpgroup holds: 64 for each of 128 threads.
+_MULTIPLE = 256  # D is a multiple of this: two numbers for each thread of a warpgroup.
 
 
 def takes(x_BD: Array, backend: str = "auto") -> bool:
@@ -79,7 +79,6 @@ class Normalised:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of x."""
     return self.x_BD.shape
 
   @property
@@ -94,7 +93,6 @@ class Normalised:
 
   @property
   def dtype(self) -> Any:
-    """Dtype of x."""
     return self.x_BD.dtype
 
   @property

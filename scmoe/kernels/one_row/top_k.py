@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scmoe.base.compat import load_as
 from scmoe.kernels.launch import compiled, interpretation
 
-_ROWS = 64  # rows of a tile (M), and the number of parts (P) that the kernel takes
-_MOST = 256  # most experts: comparisons of 64 experts with all fit a warpgroup's registers
+_ROWS = 64  # Rows of a tile (M), and the number of parts (P) that the kernel takes.
+_MOST = 256  # The most experts: comparisons of 64 with all fit a warpgroup's registers.
 
 
 def takes(parts: int, num_experts: int) -> bool:

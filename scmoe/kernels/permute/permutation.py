@@ -28,9 +28,9 @@ from jax import Array, lax
 from scmoe.kernels import launch
 from scmoe.kernels.permute import positions
 
-_BLOCK = 32  # choices of a block, compared with each other; 128 would take four times as long
-_SUMMED = 512  # most rows whose running sums one product computes
-_ADDED = 16  # most rows that are added one by one; XLA fuses these additions into one kernel
+_BLOCK = 32  # Choices of a block, compared with each other; with 128 this takes 4 times as long.
+_SUMMED = 512  # The most rows whose running sums one product computes.
+_ADDED = 16  # The most rows that are added one by one, in additions that XLA makes one kernel.
 
 
 @jax.tree_util.register_dataclass

@@ -35,10 +35,10 @@ from scmoe.kernels.launch import compiled, varying_as
 _LANES = 32
 _WARPS = 32  # warps of a block
 _THREADS = _WARPS * _LANES
-_BLOCKS = 8  # most blocks of a cluster; every GPU with clusters allows 8
-_AHEAD = 8  # most choices that a lane reads at once
-_MOST = 1024  # most experts: the counts of 32 warps, and two rows more, must fit into shared memory
-_WORD = 4  # bytes of an int32
+_BLOCKS = 8  # The most blocks of a cluster: every GPU with clusters allows 8.
+_AHEAD = 8  # The most choices that a lane reads at once.
+_MOST = 1024  # The most experts: 32 warps' rows of counts and two more fit into shared memory.
+_WORD = 4  # Bytes of an int32.
 
 
 def takes(num_choices: int, num_experts: int) -> bool:

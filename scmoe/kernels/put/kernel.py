@@ -40,10 +40,10 @@ from scmoe.kernels.row_copier import (
   stages_of,
 )
 
-BLOCKS = 32  # thread blocks by default, each on a multiprocessor of its own
-_SENDING = 4  # of a warp's 8 stages, those that its copies may still read while it goes on
-_COPIED = 16  # bytes: a bulk copy moves a multiple of it
-_ADDRESS = 8  # bytes of an address in global memory
+BLOCKS = 32  # Thread blocks by default, each on a multiprocessor of its own.
+_SENDING = 4  # Of a warp's 8 stages, those that its copies may still read while it goes on.
+_COPIED = 16  # A bulk copy moves a multiple of so many bytes.
+_ADDRESS = 8  # Bytes of an address in global memory.
 MOST_RANKS = 8
 
 

@@ -32,10 +32,10 @@ from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_buffers, store
 from scmoe.kernels.grouped_matmul.tiles import SMEM_LIMIT
 from scmoe.kernels.launch import resolve_num_sms
 
-_ROWS = 128  # tokens of a tile; half if there would be fewer tiles than multiprocessors
-_LARGE = 1e9  # larger than every expert id
-_LEAST = float(jnp.finfo(jnp.float32).min)  # stands for a logit of -inf, so that it can be chosen
-_RESERVED = 8_192  # bytes of shared memory for chosen experts, barriers and their alignment
+_ROWS = 128  # Tokens of a tile; half if there would be fewer tiles than multiprocessors.
+_LARGE = 1e9  # Larger than every expert's id.
+_LEAST = float(jnp.finfo(jnp.float32).min)  # Stands for a logit of -inf, to be chosen.
+_RESERVED = 8_192  # Bytes of shared memory for chosen experts, barriers and their alignment.
 
 
 @jax.tree_util.register_dataclass

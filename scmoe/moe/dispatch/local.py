@@ -25,10 +25,12 @@ from scmoe.moe.types import Dispatched, Routing
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-  """The transport that leaves tokens where they are; the experts themselves gather and add up rows.
+  """The transport that leaves tokens on their device: nothing is exchanged, and nothing is dropped.
 
-  It drops nothing. For the backward pass it keeps no array with a row of width D for each choice,
-  unless weights multiply the experts' input (`input_weight_TK`): these need a row for each choice.
+  The experts themselves gather rows, and add up each token's outputs; for the backward pass no
+  array is kept with a row of width D for each choice. The exception is `input_weight_TK`: weights
+  that multiply the experts' input need a row for each choice, which this class gathers, and it adds
+  up the outputs.
   """
 
   def dispatch(

@@ -158,8 +158,8 @@ def make_transport(
   groups = _local_groups(config)
   size = tokens // groups
   rows = capacity(factor, tokens=size, num_experts=num_experts, k=k)
-  rows = min(size, rows)  # a queue never holds more than the tokens of its group
-  rows += -rows % config.chunks  # in every transport, so that all drop the same choices
+  rows = min(size, rows)  # A queue never holds more than the tokens of its group.
+  rows += -rows % config.chunks  # Every transport rounds up, so that all drop the same.
   if config.transport == "packed" or (exchange.size == 1 and not buffers):
     local = num_experts // exchange.size
     longest = min(tokens * k, local * groups * rows)

@@ -19,7 +19,7 @@ from scmoe.kernels import ptx
 
 LANES = 32
 WARPS = 4  # Warps of a block; eight are no faster.
-ALIGNED = 128  # A stage begins at a multiple of so many bytes.
+ALIGNED = 128  # The first stage begins at a multiple of so many bytes.
 WORD = 4  # Bytes of an int32.
 BARRIER = 8  # Bytes of a barrier.
 STAGES = 8  # The most rows of a warp in shared memory; fewer where rows are wide.

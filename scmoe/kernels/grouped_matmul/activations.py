@@ -234,12 +234,12 @@ _ACTIVATIONS = {
 
 
 def kernel_form(activation: Activation) -> Activation:
-  """The same function in a form that is cheaper in a kernel's epilogue, and that Mosaic can lower.
+  """The same function, or a close approximation, in a form that is faster in a kernel's epilogue.
 
-  The special-function unit limits an epilogue. It has tanh as one instruction, where the usual
-  sigmoid takes two (exponential and reciprocal). Mosaic cannot lower erf, so the exact GELU becomes
-  an approximation with an error below 1e-6 · max(1, |h|). Nor can Mosaic lower functions with a
-  custom derivative, such as `jax.nn.relu`.
+  Mosaic can lower this form. The special-function unit limits an epilogue. It has tanh as one
+  instruction, where the usual sigmoid takes two (exponential and reciprocal). Mosaic cannot lower
+  erf, so the exact GELU becomes an approximation with an error below 1e-6 · max(1, |h|). Nor can
+  Mosaic lower functions with a custom derivative, such as `jax.nn.relu`.
   """
   fast = {
     _silu: (_fast_silu, _fast_silu_grad),

@@ -1,4 +1,4 @@
-"""The gradient of the down-projection with the activation's derivative in its epilogue.
+"""The gradient of the down-projection's input, and in the epilogue that of the pre-activations.
 
     R  rows of the tiles      D  model width      F  expert width      G  groups
 

@@ -71,7 +71,7 @@ def expert_ffn(
   layout: RowLayout,
   config: FFNConfig = FFNConfig(),
 ) -> Float[Array, "*M D_out"]:
-  """out[m] = Σ_k weight[m, k] · down(act(up(rows[m]))), by the expert of each copy.
+  """out[m] = Σ_k weight[m, k] · down(act(up(rows[m]))), or the gated form, by each copy's expert.
 
   With a gated activation act(gate(rows)) · up(rows) stands for act(up(rows)).
 
@@ -267,7 +267,7 @@ def _row_weights(weight_MK, tiles: TiledRows, dtype) -> jax.Array:
 
 
 def check_ffn(rows_MD: jax.Array, weights: FFNWeights, layout: RowLayout, activation: str) -> None:
-  """Raises ValueError, naming both sides, unless all shapes agree.
+  """Raises ValueError, naming both sides, unless shapes agree and the gate fits the activation.
 
   A gated activation must have gate weights, and no other may.
   """

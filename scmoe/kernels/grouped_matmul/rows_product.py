@@ -401,7 +401,7 @@ class _Cta:
     )
 
   def rounded(self, total: Any, part: int, consumer: Any, columns: slice) -> Any:
-    """Columns of a result, with its bias, in the outputs' type."""
+    """Columns of a result, with its bias if it has one, in the outputs' type."""
     biased, out_dtype = self.shape.biased, self.shape.out_dtype
     r = total[:, columns]
     if part not in biased:

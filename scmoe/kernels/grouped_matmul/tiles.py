@@ -195,9 +195,9 @@ def choose(
   gathered: bool = False,
   experts: bool = False,
 ) -> Tiling:
-  """The tiling of a product: what the user has measured, or else the shipped one.
+  """The tiling of a product with a 2-byte result: the user's measured one, or else the shipped one.
 
-  For a result that is not of 2-byte elements it is the first candidate.
+  A result of other elements takes the first candidate.
 
   Args:
     kind, width, n, out_itemsize, gathered: as for `candidates`.

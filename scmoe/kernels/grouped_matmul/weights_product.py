@@ -170,7 +170,7 @@ class _Shape:
 
   @property
   def gathers(self) -> bool:
-    """Whether the producer gathers at least one of the two operands."""
+    """Whether the producer gathers one of the two operands."""
     return self.gathers_lhs or self.gathers_rhs
 
   @property

@@ -79,7 +79,7 @@ class _Products:
 
 
 def _of_tile(precision) -> _Products:
-  """The products of one tile, with results in the accumulation type."""
+  """The operations of one tile; products are in the accumulation type."""
 
   def dot(lhs, rhs, left, right):
     dtype = accumulation_type(lhs.dtype, rhs.dtype)
@@ -95,7 +95,7 @@ def _of_tile(precision) -> _Products:
 
 
 def _of_groups(layout: GroupLayout, precision, dtype=None) -> _Products:
-  """One dense product for all groups; its result has `dtype`, by default the operands' type."""
+  """The operations of all groups at once; products are in `dtype`, else in the operands' type."""
   groups = layout.num_groups
   by_group = lambda rows_RN: rows_RN.reshape(groups, -1, rows_RN.shape[1])
 
@@ -316,7 +316,7 @@ def backward(
   *,
   permutation: Permutation | None = None,
 ) -> tuple[jax.Array, FFNWeights, jax.Array]:
-  """The gradients of s · y with respect to x, the weights and s; `forward` computes y.
+  """The gradients of s · y for x, the weights and the rows' weights s; `forward` computes y.
 
   With da' = dy @ down.T, the gradient of the row weight is ds = ⟨da', a⟩ (+ ⟨dy, bias⟩). So neither
   y nor a is kept; a is recomputed from `pre` (SonicMoE, arXiv 2512.14080).

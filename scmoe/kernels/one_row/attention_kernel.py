@@ -89,7 +89,7 @@ class _Softmax(NamedTuple):
 def attend(
   projections: Sequence[Array], keys: Array, values: Array, position: Array, *, shape: Shape
 ) -> tuple[Any, Array, Array]:
-  """Runs the kernel: the attention of one token per row over that row's cache, and the caches.
+  """Runs the kernel; returns the attention of each row's token over its cache, and the caches.
 
   Args:
     projections: `Global.queries`; or `Global.sums`, and `Global.turn` for a rotation.
@@ -122,7 +122,7 @@ def attend(
 
 
 class _Cta:
-  """One CTA, as each of its warpgroups runs it. Methods are in the order of the stages above."""
+  """One CTA, as each of its warpgroups runs it; the methods are in the order of the six stages."""
 
   def __init__(self, shape: Shape, gmem: Global, smem: Shared):
     self.shape, self.gmem, self.smem = shape, gmem, smem

@@ -61,10 +61,10 @@ def forward(
   weight_C: jax.Array | None,
   how: Execution,
 ) -> jax.Array:
-  """Σ_c weight[c] · down(act(up(x))) over the choices' experts: [1, D'] in the dtype of x.
+  """Σ_c weight[c] · down(act(up(x))), or the gated form, over the choices' experts: [1, D'].
 
   With a gated activation act(gate(x)) · up(x) stands for act(up(x)). Products, activation and sums
-  are in float32. Not differentiable: see `expert_ffn`.
+  are in float32; the result has the dtype of x. Not differentiable: see `expert_ffn`.
 
   Args:
     x_1D: the row, bfloat16 or float16.

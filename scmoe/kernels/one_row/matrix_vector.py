@@ -66,7 +66,7 @@ def split(
   most: int = 0,
   unit: int = 0,
 ) -> Split | None:
-  """The division with the largest share of busy multiprocessors over √waves; None if none fits.
+  """The division with the largest (share of busy multiprocessors) / √waves; None if none fits.
 
   The CTAs run in waves of at most `num_sms`. So that fewer waves are preferred, the share is
   divided by the square root of their number. Example: 198 CTAs on 132 multiprocessors are two
@@ -100,7 +100,7 @@ def split(
 def kernel(
   body: Callable[..., None], choices: int, matrices: int, out_width: int, own: Split, *scratch: Any
 ):
-  """A kernel with a CTA for each choice, piece of columns and part of the rows.
+  """Builds a kernel with a CTA for each choice, piece of columns and part of the rows.
 
   Its result is float32 [C, P, I, N], for C `choices` and I `matrices` that share the row; N is
   `out_width`. The body gets references to the inputs, the result, shared memory for `store_sums`, a

@@ -6,7 +6,7 @@ import numpy as np
 def tile_rows_reference(
   expert_TK: np.ndarray, num_experts: int, tile: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-  """Each choice's row (-1: no expert), each expert's row count, and that of all with padding.
+  """Each choice's row (-1: no expert), each expert's row count, and the total with padding.
 
   Experts lie one after the other, each padded to whole tiles. An expert's number of rows leaves the
   padding out; the number of rows in use includes it. Among an expert's rows, all first choices come

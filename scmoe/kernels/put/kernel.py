@@ -303,7 +303,7 @@ class _Program(RowCopier):
     )
 
   def send_row(self) -> str:
-    """Starts to copy the stage at `buffer` to the lane's place, and writes the copy's tag there.
+    """Starts to copy the stage at `buffer` to the lane's place, if any, and writes the tag there.
 
     A lane without a place does neither. If no tags arrive beside the rows, none is written.
     """

@@ -34,7 +34,7 @@ from scmoe.kernels.launch import resolve_num_sms
 
 _ROWS = 128  # Tokens of a tile; half if there would be fewer tiles than multiprocessors.
 _LARGE = 1e9  # Larger than every expert's id.
-_LEAST = float(jnp.finfo(jnp.float32).min)  # Stands for a logit of -inf, to be chosen.
+_LEAST = float(jnp.finfo(jnp.float32).min)  # Stands for a logit of -inf, which may be chosen.
 _RESERVED = 8_192  # Bytes of shared memory for chosen experts, barriers and their alignment.
 
 

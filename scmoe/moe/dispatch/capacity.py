@@ -222,7 +222,7 @@ class Capacity:
 def kept_choices(
   routing: Routing, rows: int, groups: int, order: str
 ) -> tuple[Array, Array, Array]:
-  """Each choice's place in its queue, whether it is kept (place below C), and the queues' lengths.
+  """Each choice's place in its queue, whether it is taken and kept, and the queues' lengths.
 
   Args:
     routing: this device's choices.

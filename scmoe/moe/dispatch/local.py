@@ -36,10 +36,10 @@ class Local:
   def dispatch(
     self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any = None
   ) -> Dispatched:
-    """The tokens themselves, with all experts of each token; see `Transport.dispatch`.
+    """The tokens themselves, or weighted rows sorted by expert; see `Transport.dispatch`.
 
-    If weights multiply the experts' input, the result instead has a weighted row for each choice,
-    and these rows are sorted by expert.
+    The layout names all experts of each token. If weights multiply the experts' input, the result
+    has a weighted row for each choice instead, and these rows are sorted by expert.
     """
     del experts
     one, none = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)

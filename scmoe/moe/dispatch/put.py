@@ -91,7 +91,7 @@ class Put(Dropless):
     return tiled_layout(sent.plan[0].groups)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """Puts each chunk's outputs into the slots of their choices; see `Dropless.combine`."""
+    """Puts the outputs back into their choices' slots, and adds them up; see `Dropless.combine`."""
     back = [
       checkpoint_name(_put_back(rows_RD, origin_R, plan), "moe_rows")
       for rows_RD, (plan, origin_R) in zip(sent.rows, sent.plans, strict=True)

@@ -159,7 +159,7 @@ def make_transport(
   size = tokens // groups
   rows = capacity(factor, tokens=size, num_experts=num_experts, k=k)
   rows = min(size, rows)  # A queue never holds more than the tokens of its group.
-  rows += -rows % config.chunks  # Every transport rounds up, so that all drop the same.
+  rows += -rows % config.chunks  # `Packed` rounds up too: it drops what `Capacity` drops.
   if config.transport == "packed" or (exchange.size == 1 and not buffers):
     local = num_experts // exchange.size
     longest = min(tokens * k, local * groups * rows)

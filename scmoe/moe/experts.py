@@ -103,7 +103,7 @@ class Experts(nnx.Module):
     return out.reshape(*rows.shape[:-1], out.shape[-1])
 
 
-# -- where the experts are ------------------------------------------------------------------------
+# -- where the experts' parameters are ------------------------------------------------------------
 
 
 class LayerExperts(Protocol):

@@ -127,7 +127,7 @@ def route_distinct(
   return dataclasses.replace(routing, zero_experts=zero_experts)
 
 
-# -- scores ---------------------------------------------------------------------------------------
+# -- the gate's scores ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +300,7 @@ def _check_arguments(
     raise ConfigError(f"model.top_k={k} is larger than model.num_experts={num_experts}")
 
 
-# -- weights --------------------------------------------------------------------------------------
+# -- weights of the chosen experts ----------------------------------------------------------------
 
 
 def choice_weights(
@@ -491,7 +491,7 @@ def _warn_rounding() -> None:
   )
 
 
-# -- the result -----------------------------------------------------------------------------------
+# -- the `Routing` that `route` returns -----------------------------------------------------------
 
 
 def _routing(

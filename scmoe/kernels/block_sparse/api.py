@@ -31,7 +31,7 @@ from scmoe.kernels.grouped_matmul.xla import accumulation_type
 )
 @dataclasses.dataclass(frozen=True)
 class BlockSparse:
-  """A block-sparse matrix: the blocks' values [Z, B, B] and their positions.
+  """A block-sparse matrix: the blocks' values, [blocks, side, side], and their positions.
 
   Transposing flips the flag `transposed` and moves no values: data and topology stay those of the
   untransposed matrix.

@@ -108,7 +108,7 @@ def topology_from_mask(mask: np.ndarray, block: int) -> Topology:
 
 
 def moe_topology(layout: GroupLayout, hidden: int) -> Topology:
-  """The topology of the hidden activations [R, G·F] of G experts.
+  """The topology of the experts' hidden activations: tiles' rows x hidden units of all experts.
 
   Each block row belongs to one expert g and has F / block consecutive blocks from block column
   g·F / block on. The number of blocks is static, so that the host need not wait for the routing.

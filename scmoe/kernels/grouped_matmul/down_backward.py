@@ -401,7 +401,7 @@ class _Cta:
     in_buffer = _rows(block.index % shape.together)
     for part in range(shape.parts):
       smem.pre[consumer, part, in_buffer] = dpre[part].astype(shape.dtype)
-    if not block.first:  # the block before must have left the buffer of s·A, which both use
+    if not block.first:  # the block before must have left `scaled`, which both use
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.scaled[consumer] = (a * s_full).astype(shape.dtype)
     plgpu.commit_smem()

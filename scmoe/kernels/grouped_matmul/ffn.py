@@ -163,7 +163,7 @@ def _tiles(layout: RowLayout, static: _Static) -> TiledRows:
 
 
 def _by_expert(rows_MN: jax.Array, static: _Static) -> jax.Array:
-  """Reorders rows of padded experts from [W, G, C] to [G, W, C], as batched products want them."""
+  """Reorders rows of padded experts from [rank, expert, row] to [expert, rank, row]."""
   if static.ranks == 1:
     return rows_MN
   assert static.padded is not None
@@ -172,7 +172,7 @@ def _by_expert(rows_MN: jax.Array, static: _Static) -> jax.Array:
 
 
 def _by_rank(rows_RN: jax.Array, static: _Static) -> jax.Array:
-  """Reorders rows of padded experts from [G, W, C] to [W, G, C]: the inverse of `_by_expert`."""
+  """Reorders rows of padded experts from [expert, rank, row] to [rank, expert, row]."""
   if static.ranks == 1:
     return rows_RN
   assert static.padded is not None
@@ -181,7 +181,7 @@ def _by_rank(rows_RN: jax.Array, static: _Static) -> jax.Array:
   return jnp.swapaxes(rows, 0, 1).reshape(rows_RN.shape)
 
 
-# -- value and gradient ---------------------------------------------------------------------------
+# -- value and gradient of the network ------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

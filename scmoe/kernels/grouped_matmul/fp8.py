@@ -41,7 +41,7 @@ def quantised_rows(x_RK: Float[Array, "*R K"]) -> tuple[Array, Array]:
 
 
 def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
-  """Rounds matrices to fp8: e4m3 [G, K, N], and float32 scales [G, B, C] of 128 x 128 elements."""
+  """Rounds matrices to fp8: e4m3 elements, and a float32 scale for each 128 x 128 of them."""
   groups, *widths = w_GKN.shape
   w = _filled_up(_filled_up(w_GKN.astype(jnp.float32), 1), 2)
   w = w.reshape(groups, w.shape[1] // BLOCK, BLOCK, w.shape[2] // BLOCK, BLOCK)

@@ -155,14 +155,14 @@ def _by_falling(value_G: jax.Array) -> jax.Array:
 
 
 def row_groups(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
-  """The group of each of M rows that lie group after group; G for rows after the last group."""
+  """The group of each of `num_rows` rows that lie group after group; G for rows after the last."""
   ends_G = jnp.cumsum(group_sizes_G.astype(jnp.int32), dtype=jnp.int32)
   index_M = jnp.arange(num_rows, dtype=jnp.int32)
   return jnp.sum(index_M[:, None] >= ends_G[None, :], axis=1, dtype=jnp.int32)
 
 
 def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
-  """For each of M contiguous rows its row of the padded layout; R for a row of no group.
+  """Each contiguous row's row of the padded layout; `layout.num_rows` for a row of no group.
 
   In the example at the top: 0 1 2 4 5.
   """
@@ -176,7 +176,7 @@ def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
 
 
 def source_rows_of(layout: GroupLayout) -> jax.Array:
-  """For each of the R rows of the padded layout its contiguous row; -1 for padding.
+  """For each row of the padded layout its contiguous row; -1 for padding.
 
   In the example at the top: 0 1 2 -1 3 4 -1 -1.
   """
@@ -196,7 +196,7 @@ def pad_rows(x_MN: jax.Array, layout: GroupLayout) -> jax.Array:
 
 
 def unpad_rows(x_RN: jax.Array, layout: GroupLayout, num_rows: int) -> jax.Array:
-  """Moves rows of the padded layout back to M contiguous rows; rows of no group become zero."""
+  """Moves the padded layout's rows back to contiguous rows; rows of no group become zero."""
   return take_rows(x_RN, padded_rows_of(layout, num_rows))
 
 
@@ -293,12 +293,12 @@ class RowLayout:
     return RowLayout(sizes, name_G1[group_MK], position_MK, self.weight_MK)
 
   def in_place(self, tile: int) -> TiledRows:
-    """The tiles of padded experts, where their rows lie; C must be a multiple of `tile`."""
+    """The tiles of padded experts where their rows lie; `tile` must divide `padded[2]`."""
     assert self.padded is not None
     return TiledRows(make_equal_layout(*self.padded, tile), None)
 
   def places(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """sizes_G, group_MK and position_MK, written out for padded experts too; group G is no expert.
+    """sizes_G, group_MK and position_MK, also for padded experts; every id of no expert becomes G.
 
     Two source ranks, two padded experts of one row each, (W, G, C) = (2, 2, 1): sizes 2 2, groups
     0 1 0 1, positions 0 0 1 1.
@@ -362,7 +362,7 @@ def choices_layout(expert_TK: jax.Array, weight_TK: jax.Array, num_experts: int)
 
 
 def arrived_layout(group_M: jax.Array, position_M: jax.Array, sizes_G: jax.Array) -> RowLayout:
-  """The layout of rows in any order, one copy each; group G for a row of no expert."""
+  """The layout of rows in any order, one copy each; rows of no expert have a group past all."""
   return RowLayout(sizes_G, group_M[:, None], position_M[:, None])
 
 
@@ -379,7 +379,7 @@ def tiled_layout(groups: GroupLayout) -> RowLayout:
 
 
 def sorted_layout(sizes_G: jax.Array, num_rows: int) -> RowLayout:
-  """The layout of M rows sorted by expert; rows behind all experts' rows have no expert."""
+  """The layout of `num_rows` rows sorted by expert; rows behind all experts' rows have none."""
   sizes_G = sizes_G.astype(jnp.int32)
   group_M = row_groups(sizes_G, num_rows)
   starts_G1 = jnp.append(jnp.cumsum(sizes_G) - sizes_G, 0)
@@ -388,5 +388,5 @@ def sorted_layout(sizes_G: jax.Array, num_rows: int) -> RowLayout:
 
 
 def padded_layout(ranks: int, experts: int, rows: int) -> RowLayout:
-  """The layout of padded experts: rows [W, G, C], C for each expert from each source rank."""
+  """The layout of padded experts: from each source rank, `rows` rows for each expert in turn."""
   return RowLayout(None, None, None, padded=(ranks, experts, rows))

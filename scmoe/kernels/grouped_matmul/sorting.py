@@ -232,9 +232,9 @@ class _Program:
         ptx.load_shared("t", "at", self.starts_at, only_if="yes"),
         ptx.multiply_add("t", "t", self.tile, "place", only_if="yes"),
         _store(_ROW, "i", "t"),
-        ptx.divide("j", "i", self.rows),  # j = k = i // M, which of its token's choices
+        ptx.divide("j", "i", self.rows),  # j = which of its token's choices i is
         ptx.multiply("before", "j", self.rows),
-        ptx.subtract("before", "i", "before"),  # before = m = i % M, the token
+        ptx.subtract("before", "i", "before"),  # before = the token of choice i
         ptx.multiply_add("j", "before", self.copies, "j"),
         _store(_COPY, "t", "j", only_if="yes"),
         _store(_TOKEN, "t", "before", only_if="yes"),

@@ -68,7 +68,7 @@ class Where:
 
 
 def first_form(rows: Sequence[tuple[Where, Tiling]], product: Product) -> Tiling:
-  """The form of the first row that is for a product."""
+  """The tiling of the first table row that is for a product (`Where.holds`)."""
   return next(form for where, form in rows if where.holds(product))
 
 

@@ -181,7 +181,7 @@ def _reader(x_XN: jax.Array, index_R: jax.Array | None):
   return index_R, lambda index_B: take_rows(x_XN, index_B)
 
 
-# -- products -------------------------------------------------------------------------------------
+# -- grouped products -----------------------------------------------------------------------------
 
 
 def grouped_rows(

@@ -134,7 +134,7 @@ class PartialProjections:
     return self.sums_PM.shape[1] // (self.heads + 2 * self.kv_heads)
 
   def finished(self) -> tuple[Array, Array, Array]:
-    """The finished projections without a kernel: queries [H, N], keys and values [K, N]."""
+    """The finished projections without a kernel: queries, keys and values, [heads, width] each."""
     y_HN = added_up(self.sums_PM).astype(self.dtype).reshape(-1, self.width)
     q_HN, k_KN, v_KN = jnp.split(y_HN, (self.heads, self.heads + self.kv_heads))
     return self._rotated(q_HN), self._rotated(k_KN), v_KN
@@ -209,13 +209,13 @@ class PartialAttention:
       to[i * width : (i + 1) * width] = (y_N / weight_N).astype(self.dtype).astype(jnp.float32)
 
   def joined(self) -> Array:
-    """The attention over all parts of the cache, computed without a kernel: [H, N] in `dtype`."""
+    """The attention over all parts of the cache, in `dtype`, computed without a kernel."""
     share_PH = jnp.exp(self.most_PH - self.most_PH.max(0))
     sums_HN = jnp.sum(self.y_PHN * share_PH[..., None], 0)
     return (sums_HN / jnp.sum(self.weight_PH * share_PH, 0)[:, None]).astype(self.dtype)
 
   def __call__(self) -> Array:
-    """The joined result as one row, [1, H N]."""
+    """The joined result as one row, [1, `width`]."""
     return self.joined().reshape(1, -1)
 
 

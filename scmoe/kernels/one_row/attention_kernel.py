@@ -256,7 +256,7 @@ class _Cta:
       to[start + first : start + first + size] = x.astype(dtype)
 
   def rotate(self, row: Any, turn: list[Any], start: int = 0) -> None:
-    """Rotates the pairs (i, i + N/2) of the head at `row[start:]`, in place."""
+    """Rotates the pairs (i, i + width / 2) of the head at `row[start:]`, in place."""
     half = self.shape.width // 2
     places = [slice(start + first, start + first + half) for first in (0, half)]
     sin, cos = turn
@@ -293,7 +293,7 @@ class _Cta:
     return q_MN
 
   def in_every_row(self, row: Any) -> Any:
-    """A tile that repeats `row`, [N] in shared memory, in every row."""
+    """A tile that repeats `row`, one head's numbers in shared memory, in every row."""
     return lax.broadcast_in_dim(load_as(row, _PER_COLUMN), (ROWS, self.shape.width), (1,))
 
   def wait_for_everyone(self) -> None:
@@ -345,7 +345,7 @@ class _Cta:
     return _Softmax(new_M, weight_M, y_MN)
 
   def scores(self, stage: Any, start: Any, seen: _Seen) -> Any:
-    """The scaled scores of a block that begins at position `start`: [M, B], -1e30 where masked."""
+    """The scaled scores of the block that begins at position `start`; -1e30 where masked."""
     smem, position = self.smem, self.position
     keys_NB = plgpu.transpose_ref(smem.keys.at[self.wg, stage], (1, 0))
     score_MB = _product(smem.queries, keys_NB) * self.shape.scale
@@ -365,7 +365,7 @@ class _Cta:
   # -- 5: the token in the cache -----------------------------------------------------------------
 
   def write_token(self, has_token: Any) -> None:
-    """The worker with `has_token` writes the token's key and value to the cache."""
+    """Writes the token's key and value to the cache, if `has_token`: one worker does so."""
     gmem, smem = self.gmem, self.smem
 
     @pl.when(has_token)

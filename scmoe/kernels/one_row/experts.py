@@ -61,10 +61,10 @@ def forward(
   weight_C: jax.Array | None,
   how: Execution,
 ) -> jax.Array:
-  """Σ_c weight[c] · down(act(up(x))), or the gated form, over the choices' experts: [1, D'].
+  """Σ_c weight[c] · down(act(up(x))), or the gated form, over the choices' experts.
 
   With a gated activation act(gate(x)) · up(x) stands for act(up(x)). Products, activation and sums
-  are in float32; the result has the dtype of x. Not differentiable: see `expert_ffn`.
+  are in float32; the result is [1, D'] in the dtype of x. Not differentiable: see `expert_ffn`.
 
   Args:
     x_1D: the row, bfloat16 or float16.
@@ -89,9 +89,9 @@ def forward(
 
 
 def _first_layer(x_1D, weights: FFNWeights, expert_C, own: Split):
-  """Partial sums of the first layer, before the biases: float32 [C, P, I, F].
+  """Each choice's partial sums of the first layer, before the biases, in float32.
 
-  I counts the layer's matrices: 2 with a gate (gate, up), else 1.
+  The result is [C, P, I, F]; I counts the layer's matrices: 2 with a gate (gate, up), else 1.
   """
   matrices = weights.up_weights
   _, width, hidden = matrices[0].shape
@@ -111,11 +111,11 @@ def _first_layer(x_1D, weights: FFNWeights, expert_C, own: Split):
 def _second_layer(
   pre_CPIF, weights: FFNWeights, expert_C, scale_C, activation: Activation, own: Split
 ):
-  """Finishes the first layer, and computes the second's partial sums: float32 [C, P, D'].
+  """Finishes the first layer, and computes each choice's partial sums of the second in float32.
 
-  The kernel adds up the first layer's partial sums, adds the biases and applies the activation. The
-  second layer's bias is not added here. Its sums are multiplied by the choice's scale, and are 0
-  for a choice without an expert.
+  The result is [C, P, D']. The kernel adds up the first layer's partial sums, adds the biases and
+  applies the activation. The second layer's bias is not added here. Its sums are multiplied by the
+  choice's scale, and are 0 for a choice without an expert.
   """
   groups, hidden, out_width = weights.down_GFD.shape
   given = [b for b in weights.up_biases if b is not None]

@@ -66,11 +66,12 @@ def split(
   most: int = 0,
   unit: int = 0,
 ) -> Split | None:
-  """The division with the largest (share of busy multiprocessors) / √waves; None if none fits.
+  """The division among CTAs that uses the multiprocessors best; None if no division fits.
 
-  The CTAs run in waves of at most `num_sms`. So that fewer waves are preferred, the share is
-  divided by the square root of their number. Example: 198 CTAs on 132 multiprocessors are two
-  waves, which are 75 % full, and count as 0.75 / √2 = 0.53.
+  The CTAs run in waves of at most `num_sms`. The best division has the largest share of busy
+  multiprocessors; so that fewer waves are preferred, this share is divided by the square root of
+  the number of waves. Example: 198 CTAs on 132 multiprocessors are two waves, which are 75 % full,
+  and count as 0.75 / √2 = 0.53.
 
   Args:
     width, out_width: K and N.

@@ -125,7 +125,7 @@ class _Program:
 
   @property
   def steps(self) -> int:
-    """Choices that a lane must take so that all lanes together take N."""
+    """Choices that a lane must take so that all lanes together take all."""
     return -(-self.choices // (self.blocks * _THREADS))
 
   @property
@@ -227,7 +227,7 @@ class _Program:
     )
 
   def read(self, j: int) -> str:
-    """id{j} = the expert of the j-th choice that the lane reads now; E if it has no j-th."""
+    """id{j} = the expert of the j-th choice that the lane reads now; `num_experts` if none."""
     return ptx.lines(
       [
         ptx.add("t", "index", _LANES * j),

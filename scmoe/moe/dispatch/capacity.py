@@ -200,11 +200,12 @@ class Capacity:
     return permutation_of(row_TK, copy_R)
 
   def plan(self, routing: Routing) -> tuple[Permutation, Array]:
-    """Which choice fills which row of the buffer [E, G, C], and how many choices found no room.
+    """Which choice fills which row of the buffer, and how many choices found no room.
 
-    Worked example: three tokens with the choices (0, 1), (0, 1), (1, 0), three experts, G = 1 and
-    C = 2. The positions in the experts' queues are (0, 1), (1, 2), (0, 2), so the second choices of
-    the last two tokens find no room:
+    The buffer's rows are [E, G, C]: by expert, capacity group and position. Worked example: three
+    tokens with the choices (0, 1), (0, 1), (1, 0), three experts, G = 1 and C = 2. The positions in
+    the experts' queues are (0, 1), (1, 2), (0, 2), so the second choices of the last two tokens
+    find no room:
 
         row_TK = [[0, 3], [1, 6], [2, 6]]      6 = E·G·C: no row
         copy_R = [0, 2, 4, 1, -1, -1]          choice t·K + k in each row; -1: an empty row

@@ -280,7 +280,7 @@ class Chunk:
 def _send_buffer(
   x_TD: Array, input_weight_TK: Array | None, queues: Queues, window: Permutation
 ) -> tuple[Array, Queues]:
-  """The rows of the window's send buffer [W·P, D], and the queues, tied to these rows by a barrier.
+  """The rows of the window's send buffer, and the queues, tied to these rows by a barrier.
 
   The rows are weighted already if weights multiply the experts' input. The layout of the arriving
   rows is computed from the returned queues, so XLA computes it beside the exchange and not before.
@@ -329,7 +329,7 @@ def _sum_of_rounds_bwd(run_round, residuals, y_bar_TD):
 _sum_of_rounds.defvjp(_sum_of_rounds_fwd, _sum_of_rounds_bwd)
 
 
-# -- queues ---------------------------------------------------------------------------------------
+# -- queues of choices, one for each peer ---------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass

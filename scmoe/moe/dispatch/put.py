@@ -118,7 +118,7 @@ def check_put(exchange: Exchange) -> None:
     raise ConfigError(f"dispatch.transport=put {why}; use dispatch.transport=dropless")
 
 
-# -- the plan -------------------------------------------------------------------------------------
+# -- the plan of one chunk's places ---------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass

@@ -203,7 +203,7 @@ def label(name: str) -> str:
 
 
 def jump(name: str, *, only_if: str = "") -> str:
-  """Goes on at the `label` of this name."""
+  """Goes on at the `label` of this name, if the predicate `only_if` holds or is not given."""
   return _step(f"bra {name}", only_if)
 
 

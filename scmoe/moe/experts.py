@@ -192,7 +192,7 @@ class ExpertSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OnDevice:
-  """The default `ExpertSource`: all experts are in the device's memory, as training needs it.
+  """The default `ExpertSource`: every expert is in its device's memory, as training needs it.
 
   Attributes:
     recompute: whether the backward pass computes the experts' activations again, to save memory.

@@ -29,7 +29,7 @@ from scmoe.parallel.sequence import own_places, parts
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
-  """Options of a MoE layer: those of its experts, which it inherits (`FFNExpertsConfig`), and more.
+  """Options of a MoE layer: of its experts (`FFNExpertsConfig`, inherited), router and transport.
 
   Attributes:
     top_k: K, number of experts per token.

@@ -264,7 +264,7 @@ class Dropless:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-  """One chunk of the first round.
+  """One chunk of the first round: its rows, and which choice fills which row.
 
   Attributes:
     rows_RD: the rows that leave this device, or that have arrived if the transport `delivers`.

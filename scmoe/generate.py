@@ -25,12 +25,11 @@ import jax
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.sizes import size_of
 from scmoe.base.stored import write_json
+from scmoe.inference.offload.needs import Workload, needs
 from scmoe.inference.offload.plan import (
   OffloadRequest,
-  Workload,
   expected,
   measured_bandwidth,
-  needs,
 )
 from scmoe.inference.sampling import Sampling
 from scmoe.offload.memory import allow_pinned_memory

@@ -31,15 +31,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import jax.numpy as jnp
-
 from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
+from scmoe.inference.offload.needs import cached_bytes
 from scmoe.inference.offload.plan import bytes_of
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.serving.requests import Answer, Request
 from scmoe.inference.serving.server import MOST_SLOTS, MOST_TOKENS, Server
 from scmoe.offload.memory import allow_pinned_memory
 from scmoe.pretrained.inference import InferenceFolder
+from scmoe.run import placement
 from scmoe.run.command_line import ALLOW_IMPORT, HELP, Flag, help_text, parse, simulate
 from scmoe.run.generation_flags import OFFLOAD_FLAGS, SAMPLING_FLAGS, offload_request
 from scmoe.run.programs import user_programs
@@ -111,10 +111,12 @@ def _session(values: dict[str, Any], memory: int) -> Session:
 
   The planner, which decides where they lie, reserves memory for pages: `memory` bytes, or if that
   is 0 enough for one text of the model's context. In the second case the pool takes what is left.
+  Activations are those of one piece of `prefill_tokens`, not of all tokens in the pages.
   """
-  config = InferenceFolder(values["model"], values["allow_import"]).run.model
-  width = 2 * config.num_kv_heads * config.head_dim * config.num_layers
-  tokens = memory // (width * jnp.dtype(config.dtype).itemsize) or config.context
+  run = placement.on_mesh(
+    InferenceFolder(values["model"], values["allow_import"]).run, values["mesh"]
+  )
+  tokens = memory // cached_bytes(run.model, run.mesh.tensor) or run.model.context
   session = Session(
     model=values["model"],
     mesh=values["mesh"],
@@ -122,6 +124,7 @@ def _session(values: dict[str, Any], memory: int) -> Session:
     request=offload_request(values),
     rows=values["slots"],
     longest=max(1, tokens // values["slots"]),
+    piece=min(values["prefill_tokens"], run.model.context),
     max_new_tokens=1,
     deterministic=values["deterministic"],
   )

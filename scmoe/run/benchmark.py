@@ -27,7 +27,8 @@ from scmoe.base.sizes import size_of
 from scmoe.inference.decode import Static, make_decode, make_prefill, one_by_one, taken_apart
 from scmoe.inference.offload import trace as expert_trace
 from scmoe.inference.offload.model import Usage, is_routed, to_memory
-from scmoe.inference.offload.plan import OffloadRequest, Workload
+from scmoe.inference.offload.needs import Workload
+from scmoe.inference.offload.plan import OffloadRequest
 from scmoe.inference.sampling import Sampling
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import cast_params

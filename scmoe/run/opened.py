@@ -14,7 +14,8 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import check_allowed
 from scmoe.data import Tokenizer
 from scmoe.inference.offload.model import Offload, offloaded
-from scmoe.inference.offload.plan import OffloadRequest, Workload, chosen
+from scmoe.inference.offload.needs import Workload
+from scmoe.inference.offload.plan import OffloadRequest, chosen
 from scmoe.models.objective import cast_params
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run import build

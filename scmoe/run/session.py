@@ -13,7 +13,8 @@ from scmoe.data.conversations import chats_plainly, plain_prompt
 from scmoe.data.tokenizers import JsonTokenizer, prompt_ids
 from scmoe.inference.decode import stream
 from scmoe.inference.offload.model import Usage
-from scmoe.inference.offload.plan import OffloadRequest, Workload
+from scmoe.inference.offload.needs import Workload
+from scmoe.inference.offload.plan import OffloadRequest
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.serving.server import Server
 from scmoe.pretrained.inference import InferenceFolder
@@ -49,6 +50,8 @@ class Session:
       they fit.
     rows, longest, max_new_tokens: number of prompts at once, tokens of the longest, and tokens to
       generate for each; the planner reserves memory for them.
+    piece: most tokens of prompts that a device reads in one pass; 0: all. The planner reserves
+      memory for the activations of so many.
     deterministic: see `scmoe.inference.decode.Static`.
 
   Attributes:
@@ -70,6 +73,7 @@ class Session:
     rows: int = 1,
     longest: int = 0,
     max_new_tokens: int = 64,
+    piece: int = 0,
     deterministic: bool = False,
   ):
     folder = InferenceFolder(model, allow_import) if model else None
@@ -79,7 +83,8 @@ class Session:
       stored = folder or open_run(workdir, named, allow_import)
       needs_text(stored.run, "generation")
       run = placement.on_mesh(stored.run, mesh)
-      load = Workload(rows, longest or run.model.context - max_new_tokens, max_new_tokens)
+      length = longest or run.model.context - max_new_tokens
+      load = Workload(rows, length, max_new_tokens, piece)
       options = {"request": request, "load": load}
       if folder is not None:
         return open_folder(folder, run, **options)

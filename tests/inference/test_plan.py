@@ -3,12 +3,15 @@
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
 
 import dataclasses
+import math
 
 import jax
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
 
 from scmoe.base.errors import ConfigError
-from scmoe.inference.offload import plan
+from scmoe.inference.offload import needs, plan
 from scmoe.inference.offload.model import Offload
 from scmoe.models.config import ModelConfig
 from scmoe.parallel.mesh import MeshConfig
@@ -16,14 +19,15 @@ from scmoe.run import build
 from scmoe.run.config import RunConfig
 
 RATE = 1e9  # bytes/s from the host
-ONE = plan.Workload(1, 64, 32)
+ONE = needs.Workload(1, 64, 32)
 
 
 def built(wiring="scmoe_pos2", **options):
+  mesh = options.pop("mesh", MeshConfig(1))
   sizes = {"width": 128, "num_heads": 4, "num_layers": 8, "num_experts": 16, "expert_hidden": 512}
   model = ModelConfig(wiring=wiring, top_k=2, dtype="bfloat16", **{**sizes, **options})
-  run = dataclasses.replace(RunConfig(), model=model, mesh=MeshConfig(1))
-  return build.build(run.resolve(num_devices=1, vocab_size=256))
+  run = dataclasses.replace(RunConfig(), model=model, mesh=mesh)
+  return build.build(run.resolve(num_devices=mesh.size, vocab_size=256))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,7 @@ def pos2():
 
 
 def needed(made, load=ONE, **options):
-  return plan.needs(made.run.model, made.shapes, load, **options)
+  return needs.needs(made.run.model, made.shapes, load, **options)
 
 
 def planned(made, share, load=ONE, host=2**40, budget=0):
@@ -83,16 +87,16 @@ def test_a_model_without_a_shortcut_can_only_block():
 
 
 def test_many_rows_ask_for_everything(pos2):
-  found = planned(pos2, 0.5, plan.Workload(8, 64, 32)).offload
+  found = planned(pos2, 0.5, needs.Workload(8, 64, 32)).offload
   assert (found.prefill.mode, found.decode.mode) == ("ring", "ring")
 
 
 def test_a_short_prompt_needs_no_ring(pos2):
-  assert planned(pos2, 0.5, plan.Workload(1, 4, 32)).offload.prefill.mode == "early"
+  assert planned(pos2, 0.5, needs.Workload(1, 4, 32)).offload.prefill.mode == "early"
 
 
 def test_what_is_expected_orders_the_ways(pos2):
-  need, load = needed(pos2), plan.Workload(1, 64, 32)
+  need, load = needed(pos2), needs.Workload(1, 64, 32)
   of = lambda *way, cache_size=0: plan.expected(
     Offload.named(*way, cache_size), pos2.run.model, need, load, RATE
   )
@@ -134,7 +138,7 @@ def test_sizes():
 
 
 def test_a_request_is_kept_or_refused(pos2):
-  model, shapes, load = pos2.run.model, pos2.shapes, plan.Workload(1, 64, 32)
+  model, shapes, load = pos2.run.model, pos2.shapes, needs.Workload(1, 64, 32)
   request = lambda **options: plan.chosen(model, shapes, load, plan.OffloadRequest(**options), 1)
   resident, lines = request()
   assert (resident.offload, lines) == (Offload(), [])
@@ -148,3 +152,47 @@ def test_a_request_is_kept_or_refused(pos2):
     ConfigError, match=r"offload='none' needs; use offload='auto', or a smaller expert_cache$"
   ):
     request(offload="none", gpu_memory=tight)
+
+
+LATENTS = {
+  "style": "llama", "kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": 24,
+  "qk_rope_head_dim": 8, "v_head_dim": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"style": "llama", "num_kv_heads": 2}, LATENTS])
+def test_caches_are_those_that_a_device_holds(options, tensor):
+  made = built("topk", mesh=MeshConfig(1, tensor=tensor), **options)
+  rows, length = 3, 96
+  model = nnx.merge(made.graph, made.shapes)
+  caches = jax.eval_shape(lambda: model.init_caches(rows, length))
+  own = lambda x, spec: math.prod(NamedSharding(made.mesh, spec).shard_shape(x.shape))
+  held = jax.tree.leaves(jax.tree.map(own, caches, model.cache_specs()))
+  need = needed(made, needs.Workload(rows, 64, 32))
+  assert need.caches == 2 * sum(held)
+  assert need.caches == rows * length * needs.cached_bytes(made.run.model, tensor)
+
+
+def test_the_tensor_axis_divides_hidden_widths_and_logits():
+  one, two = (needed(built(mesh=MeshConfig(1, tensor=n))) for n in (1, 2))
+  stays = 64 * 2 * 8 * 128  # the stream's values of 64 tokens
+  assert two.scratch - stays == (one.scratch - stays) // 2
+
+
+def test_a_server_needs_activations_of_one_piece_only(pos2):
+  """A pool of 4 x 4,096 tokens, of which a pass reads 256."""
+  whole = needed(pos2, needs.Workload(4, 4096, 1))
+  pieces = needed(pos2, needs.Workload(4, 4096, 1, piece=256))
+  logits = 4 * 256 * 8
+  assert pieces.scratch - logits == (whole.scratch - logits) // 64
+  assert pieces.caches == whole.caches
+  wide = needed(pos2, needs.Workload(400, 4096, 1, piece=256))  # a decode step has 400 tokens
+  assert wide.scratch == 400 * (pieces.scratch - logits) // 256 + 400 * 256 * 8
+  assert needs.Workload(4, 16, 1, piece=256).read == 64
+
+
+def test_a_short_piece_needs_no_ring(pos2):
+  """A pass of 4 tokens makes 8 choices of 16 experts."""
+  found = planned(pos2, 0.5, needs.Workload(1, 512, 1, piece=4)).offload
+  assert found.prefill.mode == "early"

@@ -20,7 +20,8 @@ from jax.sharding import SingleDeviceSharding
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
-from scmoe.inference.offload.model import Offload, is_routed
+from scmoe.inference.offload.model import Offload
+from scmoe.inference.offload.needs import Needs, Workload, needs
 from scmoe.layers.mlp import is_gated
 from scmoe.models.config import ModelConfig
 from scmoe.offload.experts import Migration
@@ -30,59 +31,6 @@ from scmoe.profiling.roofline import MACHINES, Machine, Sizes, StageSeconds, mod
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 FLOOR = 8e-6  # least modelled seconds of a stage: launching its kernels (experiments/LOG.md)
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-  """The size of a generation: its prompts and the tokens to add.
-
-  Attributes:
-    rows: number of prompts in a batch.
-    prompt: number of tokens of each prompt.
-    new: number of tokens to add to each prompt.
-  """
-
-  rows: int
-  prompt: int
-  new: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Needs:
-  """The bytes that a model and its workload need on each device.
-
-  Attributes:
-    dense: bytes of all parameters but the matrices of routed experts.
-    expert: bytes of one routed expert's matrices of one pair, in the compute type on the device.
-    moved: bytes of the same matrices in the host's memory, fewer if they are in eight bits.
-    experts: number of experts of one pair that belong to this device.
-    pairs: number of pairs of the model.
-    caches: bytes of the attention caches of all rows; no less if devices divide the batch.
-    scratch: bytes of the activations and logits of a prefill of all rows, estimated.
-  """
-
-  dense: int
-  expert: int
-  moved: int
-  experts: int
-  pairs: int
-  caches: int
-  scratch: int
-
-  @property
-  def layer(self) -> int:
-    """Bytes on the device of all experts of one pair that belong to this device."""
-    return self.expert * self.experts
-
-  @property
-  def host(self) -> int:
-    """Bytes in the host's memory of all pairs' experts that belong to this device."""
-    return self.moved * self.experts * self.pairs
-
-  @property
-  def fixed(self) -> int:
-    """Bytes that the device needs under every `Offload`: all but routed experts."""
-    return self.dense + self.caches + self.scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,36 +194,6 @@ def bytes_of(text: str, name: str) -> int:
   return int(size)
 
 
-def needs(model: ModelConfig, shapes: Any, load: Workload, *, int8: bool = False) -> Needs:
-  """Computes the bytes that a model and its workload need on each device, from shapes alone.
-
-  Args:
-    model: the model's resolved options.
-    shapes: its parameters as `jax.ShapeDtypeStruct` with shardings.
-    load: the size of the generation.
-    int8: whether the host keeps the experts' matrices in eight bits.
-  """
-  item = jnp.dtype(model.dtype).itemsize
-  dense = routed = moved = 0
-  flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
-  for path, leaf in flat:
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    if is_routed(path, leaf):
-      routed += math.prod(shape) * item
-      moved += math.prod(shape) * (1 if int8 else item)
-      moved += math.prod((*shape[:-2], shape[-1])) * 4 * int8  # scales
-    else:
-      dense += math.prod(shape) * item
-  pairs, tokens = model.num_pairs, load.rows * load.prompt
-  experts = next((p[1].sharding.shard_shape(p[1].shape)[1] for p in flat if is_routed(*p)), 0)
-  width = 2 * model.num_kv_heads * model.head_dim
-  caches = load.rows * (load.prompt + load.new) * model.num_layers * width * item
-  hidden = max(model.mlp_hidden, model.shared_hidden, model.expert_hidden * model.top_k)
-  scratch = tokens * item * (8 * model.width + 2 * hidden) + load.rows * model.vocab_size * 8
-  every = max(pairs * experts, 1)
-  return Needs(dense, routed // every, moved // every, experts, pairs, caches, scratch)
-
-
 def plan(
   model: ModelConfig,
   needed: Needs,
@@ -329,7 +247,7 @@ def plan(
   sections = 2 if needed.fixed + 2 * needed.layer <= gpu_memory else 1
   early = "early" if model.wiring_rule.is_shortcut else "blocking"
   prefill = Migration("ring", sections=sections)
-  if load.rows * load.prompt * k < needed.experts:
+  if load.read * k < needed.experts:
     prefill = Migration(early)
   if at_once == needed.experts:
     return expected(
@@ -389,7 +307,7 @@ def expected(
     hidden = min(copy, window if model.wiring_rule.is_shortcut or way.mode == "ring" else 0.0)
     return pairs * (pair + copy - hidden), hidden / copy
 
-  first, _ = seconds(load.rows * load.prompt, offload.prefill, needed.experts)
+  first, _ = seconds(load.read, offload.prefill, needed.experts)
   whole = offload.decode is not None and offload.decode.mode == "ring"
   step, hidden = seconds(
     load.rows, offload.decode, needed.experts if whole else at_once * (1 - hit)
@@ -401,8 +319,7 @@ def expected(
     held = offload.prefill.sections * needed.layer if ring and offload.prefill else needed.layer
     device = needed.fixed + held + pairs * offload.cache_size * needed.expert
     host = needed.host * devices
-  rows = load.rows
-  return Plan(offload, device, host, rows * load.prompt / first, rows / step, hit, hidden)
+  return Plan(offload, device, host, load.read / first, load.rows / step, hit, hidden)
 
 
 def _stages(model: ModelConfig, tokens: int, seq: int, machine: Machine) -> StageSeconds:

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option, section
+from scmoe.kernels.grouped_matmul.activations import clamped
 from scmoe.layers.divided_rows import attend
 from scmoe.layers.dot_product import attend_stored, cache_length
 from scmoe.layers.norm import rms_normalised
@@ -263,7 +264,7 @@ class Attention(nnx.Module):
     clip = self.config.clip_qkv
     y_BSHN = y_BSHN if bias is None else y_BSHN + bias[...].astype(y_BSHN.dtype)
     y_BSHN = y_BSHN if norm is None else self._normalised(y_BSHN, norm[...])
-    return jnp.clip(y_BSHN, -clip, clip) if clip else y_BSHN
+    return clamped(y_BSHN, -clip, clip) if clip else y_BSHN
 
   def _normalised(self, y_BSHN: Array, scale: Array) -> Array:
     """RMSNorm of queries or keys (`AttentionConfig.qk_norm`)."""

@@ -21,6 +21,7 @@ from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct
+from scmoe.kernels.grouped_matmul.activations import clamped
 from scmoe.kernels.top_k import GateOutput, gate_product, gate_top_k
 from scmoe.moe.options import GATES, RouterConfig
 
@@ -83,7 +84,7 @@ def cosine_logits(
   with jax.default_matmul_precision("highest"):
     point_TP = _unit(x_TD @ projection_DP + bias_P, axis=1)
     cosine_TE = point_TP @ _unit(directions_PE, axis=0)
-  logits_TE = cosine_TE * jnp.exp(jnp.minimum(log_scale, LOG_SCALE_MAX))
+  logits_TE = cosine_TE * jnp.exp(clamped(log_scale, None, LOG_SCALE_MAX))
   return logits_TE.astype(jnp.promote_types(dtype, jnp.float32))
 
 

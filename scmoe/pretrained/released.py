@@ -52,7 +52,7 @@ class Released(NamedTuple):
     begun = ((n, jnp.zeros(x.shape, x.dtype, device=x.sharding)) for n, x in self._begun.items())
     return itertools.chain(held, begun)
 
-  def pieces(self) -> tuple[list[PiecedArray], Iterator[Callable[[], Piece]]]:
+  def pieces(self) -> tuple[list[PiecedArray], Iterator[Callable[[], list[Piece]]]]:
     """Descriptions of parameters and router state for a checkpoint, and readers of their pieces.
 
     The readers are in the order of the files, so that the disk reads sequentially.
@@ -62,9 +62,8 @@ class Released(NamedTuple):
     ordered = sorted(self.tensors, key=lies)
     arrays = pieced(types, ordered, leaves_of(self.built))
     arrays += [PiecedArray(n, tuple(x.shape), x.dtype, 0) for n, x in self._begun.items()]
-    begun = (
-      functools.partial(Piece, n, (), np.zeros(x.shape, x.dtype)) for n, x in self._begun.items()
-    )
+    zeros = lambda n, x: [Piece(n, (), np.zeros(x.shape, x.dtype))]
+    begun = (functools.partial(zeros, *named) for named in self._begun.items())
     return arrays, itertools.chain(pieces(self.folder.read, types, ordered), begun)
 
   @property

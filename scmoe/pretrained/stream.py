@@ -110,14 +110,21 @@ def pieced(
 
 def pieces(
   read: Callable[[str], np.ndarray], types: Mapping[str, np.dtype], wanted: Iterable[Tensor]
-) -> Iterator[Callable[[], Piece]]:
-  """Yields for each tensor, in order, a function that reads it and returns it as a piece."""
+) -> Iterator[Callable[[], list[Piece]]]:
+  """Yields for each tensor, in order, a function that reads it and returns its slices as pieces.
 
-  def piece(tensor: Tensor) -> Piece:
-    value = _transposed(tensor.cut(read(tensor.name)), tensor.order)
-    return Piece(tensor.leaf, tensor.index, value.astype(types[tensor.leaf], copy=False))
+  Args:
+    read, types: see `load`.
+    wanted: slices of tensors; those that share a tensor follow each other.
+  """
 
-  return (functools.partial(piece, tensor) for tensor in wanted)
+  def made(name: str, slices: list[Tensor]) -> list[Piece]:
+    value = read(name)
+    turned = ((tensor, _transposed(tensor.cut(value), tensor.order)) for tensor in slices)
+    return [Piece(t.leaf, t.index, x.astype(types[t.leaf], copy=False)) for t, x in turned]
+
+  for name, slices in itertools.groupby(wanted, lambda tensor: tensor.name):
+    yield functools.partial(made, name, list(slices))
 
 
 def load(
@@ -127,6 +134,9 @@ def load(
   shapes: Mapping[str, Any],
 ) -> Iterator[tuple[str, Array]]:
   """Yields (dotted name, parameter on its mesh), the largest parameters first.
+
+  Parameters that share tensors are read together, so each tensor is read once: in a GPT-OSS gate
+  and up projections lie in one tensor, which `read` also has to dequantise.
 
   Args:
     read: returns a tensor by its name, in the type of its parameter.
@@ -139,25 +149,39 @@ def load(
   """
   by_leaf = lambda tensor: tensor.leaf
   grouped = itertools.groupby(sorted(wanted, key=by_leaf), by_leaf)
-  parameters = [_Parameter(leaf, list(parts), shapes[leaf]) for leaf, parts in grouped]
+  groups = _sharing([_Parameter(leaf, list(parts), shapes[leaf]) for leaf, parts in grouped])
   # The largest first, because the caller needs long to process them, and the others are read
   # meanwhile.
-  parameters.sort(key=lambda own: math.prod(own.shape), reverse=True)
+  groups.sort(key=lambda own: own.size, reverse=True)
 
-  def pieces() -> Iterator[Callable[[], np.ndarray]]:
-    for own in parameters:
-      own.begin(types[own.leaf])
-      for tensor in own.tensors:
-        yield functools.partial(own.take, tensor, functools.partial(read, tensor.name))
+  def pieces() -> Iterator[Callable[[], list[np.ndarray]]]:
+    for own in groups:
+      own.begin(types)
+      for name in own.slices:
+        yield functools.partial(own.take, name, functools.partial(read, name))
 
   readers = ThreadPoolExecutor(READERS, thread_name_prefix="read")
   filler = ThreadPoolExecutor(1, thread_name_prefix="fill")
   values = _ahead(readers, pieces())
   try:
-    yield from filler.map(lambda own: (own.leaf, own.filled(values)), parameters)
+    for found in filler.map(lambda own: own.filled(values), groups):
+      yield from found
   finally:
     filler.shutdown(cancel_futures=True)
     readers.shutdown(cancel_futures=True)
+
+
+def _sharing(parameters: list[_Parameter]) -> list[_Group]:
+  """The parameters in groups: two of them are in one group if a tensor has slices of both."""
+  groups: list[list[_Parameter]] = []
+  group_of: dict[str, list[_Parameter]] = {}  # by the name of a tensor
+  for own in parameters:
+    found = next((group_of[t.name] for t in own.tensors if t.name in group_of), None)
+    if found is None:
+      groups.append(found := [])
+    found.append(own)
+    group_of |= {tensor.name: found for tensor in own.tensors}
+  return [_Group(found) for found in groups]
 
 
 def _ahead(pool: ThreadPoolExecutor, pieces: Iterator[Callable[[], Any]]) -> Iterator:
@@ -191,34 +215,65 @@ class _Parameter:
     """Allocates the shards."""
     self._shards = [_Shard(device, own, dtype) for device, own in self._bounds.items()]
 
-  def take(self, tensor: Tensor, read: Callable[[], np.ndarray]) -> np.ndarray:
-    """Reads one tensor and copies it into the shards that lie in the host's memory.
+  def take(self, tensor: Tensor, whole: np.ndarray) -> np.ndarray:
+    """Copies a slice of a tensor into the shards that lie in the host's memory.
 
     Several threads may call it at once, for different tensors.
 
     Returns:
-      the tensor, which `filled` copies to the other devices.
+      the slice, which `put` copies to the other devices.
     """
-    value = tensor.cut(read())
+    value = tensor.cut(whole)
     for shard in self._shards:
       if shard.on_host and _lies(tensor, shard.bounds):
         shard.put(tensor, value)
     return value
 
-  def filled(self, values: Iterator[np.ndarray]) -> Array:
-    """Copies the tensors into the devices' shards; returns the complete parameter.
+  def put(self, tensor: Tensor, value: np.ndarray) -> None:
+    """Copies a slice to the devices that have their own memory; `value` is what `take` returned."""
+    for shard in self._shards:
+      if not shard.on_host and _lies(tensor, shard.bounds):
+        shard.put(tensor, value)
 
-    Args:
-      values: the results of `take` for each of `tensors`, in order.
-    """
-    for tensor in self.tensors:
-      value = next(values)
-      for shard in self._shards:
-        if not shard.on_host and _lies(tensor, shard.bounds):
-          shard.put(tensor, value)
+  def array(self) -> Array:
+    """The complete parameter."""
     arrays = [shard.array() for shard in self._shards]
     self._shards = []
     return jax.make_array_from_single_device_arrays(self.shape, self._sharding, arrays)
+
+
+class _Group:
+  """Parameters that share tensors, or one parameter.
+
+  Attributes:
+    slices: for each tensor by its name, (parameter, slice of the tensor) of all its slices here.
+    size: elements of all parameters.
+  """
+
+  def __init__(self, parameters: list[_Parameter]):
+    self._parameters = parameters
+    self.slices: dict[str, list[tuple[_Parameter, Tensor]]] = {}
+    for own in parameters:
+      for tensor in own.tensors:
+        self.slices.setdefault(tensor.name, []).append((own, tensor))
+    self.size = sum(math.prod(own.shape) for own in parameters)
+
+  def begin(self, types: Mapping[str, np.dtype]) -> None:
+    """Allocates the shards of all parameters."""
+    for own in self._parameters:
+      own.begin(types[own.leaf])
+
+  def take(self, name: str, read: Callable[[], np.ndarray]) -> list[np.ndarray]:
+    """Reads a tensor; returns what `_Parameter.take` returns for each of its slices."""
+    whole = read()
+    return [own.take(tensor, whole) for own, tensor in self.slices[name]]
+
+  def filled(self, values: Iterator[list[np.ndarray]]) -> list[tuple[str, Array]]:
+    """The complete parameters with their names; `values` are the results of `take`, in order."""
+    for slices in self.slices.values():
+      for (own, tensor), value in zip(slices, next(values)):
+        own.put(tensor, value)
+    return [(own.leaf, own.array()) for own in self._parameters]
 
 
 def _lies(tensor: Tensor, bounds: list[tuple[int, int]]) -> bool:

@@ -151,7 +151,7 @@ class Checkpointer:
     self,
     step: int,
     arrays: Sequence[PiecedArray],
-    pieces: Iterable[Callable[[], Piece]],
+    pieces: Iterable[Callable[[], Sequence[Piece]]],
     data_state: dict,
     meta: dict,
     ready: Callable[[], None] = lambda: None,

@@ -11,6 +11,7 @@ source is still there.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,15 +76,15 @@ class Found(NamedTuple):
 
 
 def write_pieces(
-  place: Path, arrays: Sequence[PiecedArray], pieces: Iterable[Callable[[], Piece]]
+  place: Path, arrays: Sequence[PiecedArray], pieces: Iterable[Callable[[], Sequence[Piece]]]
 ) -> dict[str, Found]:
   """Writes all arrays of one item of a step, which is one folder, from their pieces.
 
   Args:
     place: the item's folder; must not exist.
     arrays: all arrays of the item.
-    pieces: functions that make one piece each, in any order. `WORKERS` threads call them, each
-      function once.
+    pieces: functions that make one or several pieces each, in any order. `WORKERS` threads call
+      them, each function once.
 
   Returns:
     fingerprint and finiteness of each array, by name.
@@ -105,7 +106,7 @@ def write_pieces(
 class _Handler(ocp.type_handlers.ArrayHandler):
   """Writes `PiecedArray`s for Orbax, recorded as `jax.Array`s, so that Orbax reads them as such."""
 
-  def __init__(self, pieces: Iterable[Callable[[], Piece]]):
+  def __init__(self, pieces: Iterable[Callable[[], Sequence[Piece]]]):
     super().__init__()
     self._pieces = pieces
     self.found: dict[str, Found] = {}
@@ -134,10 +135,12 @@ class _Handler(ocp.type_handlers.ArrayHandler):
 def _write(
   arrays: Mapping[str, PiecedArray],
   stores: Mapping[str, ts.TensorStore],
-  pieces: Iterable[Callable[[], Piece]],
+  pieces: Iterable[Callable[[], Sequence[Piece]]],
 ) -> dict[str, Found]:
-  def write(make: Callable[[], Piece]) -> tuple[str, int, bool]:
-    piece = make()
+  def write(make: Callable[[], Sequence[Piece]]) -> list[tuple[str, int, bool]]:
+    return [write_one(piece) for piece in make()]
+
+  def write_one(piece: Piece) -> tuple[str, int, bool]:
     number, finite = survey_piece(piece.value, arrays[piece.name].shape, piece.place)
     stores[piece.name][piece.place].write(piece.value).result()
     return piece.name, number, finite
@@ -146,7 +149,7 @@ def _write(
   left = {name: array.count for name, array in arrays.items()}
   pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="piece")
   try:
-    for name, number, good in pool.map(write, pieces):
+    for name, number, good in itertools.chain.from_iterable(pool.map(write, pieces)):
       sums[name] = (sums[name] + number) % 2**32
       finite[name] &= good
       left[name] -= 1

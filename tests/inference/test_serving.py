@@ -194,10 +194,11 @@ def test_a_stop_over_several_tokens_and_within_one_is_found():
   assert ending.text([1, 3, 1, 2], "stop") == "aacca"
   # Tokens without text fill the window; the last token finds the stop nevertheless.
   quiet = lambda tokens: "".join("ab" if token == 1 else "" for token in tokens)
-  ending = Ending(Request([1], max_new_tokens=20, stop=["abab"]), frozenset(), quiet)
-  tokens = [1, *[0] * 18, 1]
-  assert not ending.after(tokens[:19])
-  assert ending.after(tokens) == "stop"
+  for most in (20, 40):  # at the last token of the request and before it
+    ending = Ending(Request([1], max_new_tokens=most, stop=["abab"]), frozenset(), quiet)
+    tokens = [1, *[0] * 18, 1]
+    assert not ending.after(tokens[:19])
+    assert ending.after(tokens) == "stop"
 
 
 def test_a_row_draws_what_it_would_draw_alone():

@@ -21,6 +21,7 @@ from scmoe.kernels.grouped_matmul import (
   padded_layout,
   sorted_layout,
 )
+from scmoe.kernels.grouped_matmul.activations import kernel_form
 from scmoe.kernels.top_k import gate_top_k
 from scmoe.kernels.top_k.api import split_terms
 
@@ -124,6 +125,25 @@ def kept(name, dtype=jnp.bfloat16):
   )
   own = {a.shape for a in jax.tree.leaves(weights)}
   return [a.shape for a in jax.tree.leaves(pull) if a.dtype == dtype and a.shape not in own]
+
+
+@pytest.mark.parametrize("make", [lambda unit: unit, kernel_form], ids=["plain", "kernel"])
+def test_the_clamp_of_gpt_oss_has_slope_one_at_its_bounds(make):
+  """torch.clamp, which transformers calls, has slope 1 there; jax.numpy.minimum has 1/2."""
+  bounds, beyond = jnp.array([-7.0, 7.0]), jnp.array([-7.25, 7.25])
+  form = make(get_activation("clamped_swiglu"))
+  of_up = lambda up: form.of((jnp.ones_like(up), up)).sum()
+  of_gate = lambda gate: form.of((gate, jnp.zeros_like(gate))).sum()
+  _, gradients = form.pullback((jnp.ones(2), bounds))
+  value = form.value(jnp.ones(2))
+  np.testing.assert_array_equal(gradients(jnp.ones(2))[1], value)
+  np.testing.assert_allclose(jax.grad(of_up)(bounds), value, rtol=1e-6)
+  np.testing.assert_array_equal(jax.grad(of_up)(beyond), 0)
+  # At a gate of 7 the slope is that of h · sigmoid(1.702 h).
+  smooth = jax.grad(lambda h: h * jax.nn.sigmoid(1.702 * h))(7.0)
+  np.testing.assert_allclose(form.value_and_derivative(bounds)[1][1], smooth, rtol=1e-6)
+  np.testing.assert_allclose(jax.grad(of_gate)(bounds)[1], smooth, rtol=1e-6)
+  assert jax.grad(of_gate)(beyond)[1] == form.value_and_derivative(beyond)[1][1] == 0
 
 
 def test_the_backward_keeps_rows_and_pre_activations_only():

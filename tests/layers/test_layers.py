@@ -91,6 +91,14 @@ def test_mlps(activation, bias):
   assert_close(mlp(jnp.asarray(x)), oracles.values(expected))
 
 
+def test_clipped_projections_have_slope_one_at_their_bounds():
+  """torch.clamp has slope 1 there, and jax.numpy.clip 1/2."""
+  config = AttentionConfig(width=2, num_heads=1, num_kv_heads=1, head_dim=2, clip_qkv=0.5)
+  attention = Attention(config, rngs=nnx.Rngs(0))
+  slope = jax.grad(lambda y: attention._finished(y, None).sum())
+  np.testing.assert_array_equal(slope(jnp.array([-0.6, -0.5, 0.0, 0.5, 0.6])), [0, 1, 1, 1, 0])
+
+
 def test_a_gated_activation_needs_its_gate():
   with pytest.raises(ValueError, match="activation 'swiglu' is gated and needs a gate projection"):
     activate("swiglu", jnp.ones(3))

@@ -9,7 +9,15 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
-from scmoe.moe.gates import GATES, AffineGate, CosineGate, LinearGate, cosine_logits, make_gates
+from scmoe.moe.gates import (
+  GATES,
+  LOG_SCALE_MAX,
+  AffineGate,
+  CosineGate,
+  LinearGate,
+  cosine_logits,
+  make_gates,
+)
 from scmoe.moe.layer import MoE, MoECall, MoEConfig
 from scmoe.moe.options import CompatConfig, RouterConfig
 from scmoe.moe.route import route, scaled_weights
@@ -63,6 +71,16 @@ def cosine_loop(x, projection, bias, directions, log_scale):
 def cosine_problem(log_scale):
   x, projection, bias = draw(T, D), draw(D, PROJECTED, seed=1), draw(PROJECTED, seed=2)
   return x, projection, bias, draw(PROJECTED, E, seed=3), np.array([log_scale])
+
+
+def test_the_scale_at_its_bound_still_learns():
+  """torch.clamp has slope 1 there, and jax.numpy.minimum 1/2."""
+  arguments = f32(*cosine_problem(0.0)[:4])
+  slope = jax.grad(lambda s: cosine_logits(*arguments, s).sum())
+  at, below, above = (slope(jnp.float32(LOG_SCALE_MAX + step)) for step in (0, -1e-5, 1e-5))
+  np.testing.assert_allclose(at, below, rtol=1e-4)
+  assert at != 0
+  assert above == 0
 
 
 @pytest.mark.parametrize("log_scale", [0.7, 5.0])

@@ -13,6 +13,7 @@ from scmoe.base.errors import DataError
 from scmoe.pretrained.folder import CONFIG, WEIGHTS, Folder
 from scmoe.pretrained.imported import import_model
 from scmoe.pretrained.mxfp4 import dequantised
+from scmoe.pretrained.released import open_released
 from scmoe.run.exported import export_model
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "released" / "gpt_oss_a"
@@ -140,3 +141,19 @@ def test_what_does_not_fit_is_one_line_and_writes_nothing(name, folders, tmp_pat
     import_model(str(folder), tmp_path / "run")
   assert "\n" not in str(caught.value)
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("way", ["devices", "checkpoint"])
+def test_a_tensor_of_gate_and_up_is_read_once(way, folders, monkeypatch):
+  released = open_released(str(folders / "mxfp4"))
+  names, read = [], Folder.read
+  monkeypatch.setattr(Folder, "read", lambda self, name: names.append(name) or read(self, name))
+  if way == "checkpoint":
+    found = {piece.name for make in released.pieces()[1] for piece in make()}
+    assert found == {tensor.leaf for tensor in released.tensors}
+  else:
+    plain = dict(open_released(str(folders / "bf16")).leaves())
+    names.clear()
+    for name, leaf in released.leaves():
+      np.testing.assert_array_equal(np.asarray(leaf), np.asarray(plain[name]), err_msg=name)
+  assert sorted(names) == sorted({tensor.name for tensor in released.tensors})

@@ -87,7 +87,7 @@ def in_pieces(whole):
   """The arrays, and pieces of theirs by their first dimension, the last ones first."""
   arrays = [PiecedArray(n, x.shape, x.dtype, min(1, x.ndim - 1)) for n, x in whole.items()]
   places = [(a.name, (i,) * a.leading) for a in arrays for i in range(a.count)]
-  make = lambda name, place: lambda: Piece(name, place, np.ascontiguousarray(whole[name][place]))
+  make = lambda name, place: lambda: [Piece(name, place, np.ascontiguousarray(whole[name][place]))]
   return arrays, [make(name, place) for name, place in reversed(places)]
 
 
@@ -164,8 +164,8 @@ def test_of_a_step_whose_pieces_stop_coming_nothing_is_left(trouble, error, whol
   def bad():
     if trouble == "source":
       raise DataError("a file ended")
-    piece = pieces[place]()
-    return piece._replace(value=np.full_like(piece.value, np.nan))
+    (piece,) = pieces[place]()
+    return [piece._replace(value=np.full_like(piece.value, np.nan))]
 
   coming = [*pieces[:place], *([] if trouble == "few" else [bad]), *pieces[place + 1 :]]
   with pytest.raises(error):

@@ -176,9 +176,11 @@ class Ending:
     self._most, self._ends, self._decode = request.max_new_tokens, ends, decode
     self._texts = [one for one in request.stop if isinstance(one, str)]
     self._lists = [list(one) for one in request.stop if not isinstance(one, str)]
-    # `after` decodes the last `_window` tokens only. As every token has one byte or more, so many
-    # tokens hold the longest stop; 8 more, since the first one may begin within a character.
+    # `after` first decodes the last `_window` tokens, which are enough if each has a byte of text.
+    # The text before the last token must have `_reach` characters: a longest stop less its last
+    # one, and 8 more, because the first token may begin within a character.
     self._window = max((len(one.encode()) for one in self._texts), default=0) + 8
+    self._reach = max(map(len, self._texts), default=0) + 7
 
   def after(self, tokens: list[int]) -> str:
     """The reason for which the text ends with the last of these new tokens; "" if it goes on.
@@ -194,11 +196,22 @@ class Ending:
     if tokens[-1] in self._ends:
       return "end"
     if self._texts and self._decode is not None:
-      tail = self._decode(tokens[-self._window :])
+      tail = self._tail(tokens, self._decode)
       is_last = len(tokens) == self._most
       if (is_last or self._found(tail) >= 0) and self._found(self._decode(tokens)) >= 0:
         return "stop"
     return "length" if len(tokens) == self._most else ""
+
+  def _tail(self, tokens: list[int], decode: Callable[[list[int]], str]) -> str:
+    """Text of the last tokens, long enough to hold every stop that the last token completes.
+
+    Special tokens, and ids that the tokenizer does not know, have no text. Where such tokens lie
+    between, more tokens are decoded.
+    """
+    size = self._window
+    while size < len(tokens) and len(decode(tokens[-size:-1])) < self._reach:
+      size *= 2
+    return decode(tokens[-size:])
 
   def text(self, tokens: list[int], finish: str) -> str | None:
     """The text of the new tokens, cut before a stop; None without `decode`.

@@ -180,18 +180,29 @@ def _relu2_grad(h):
   return r * r, 2.0 * r
 
 
+def clamped(x: jax.Array, low: float | None, high: float) -> jax.Array:
+  """x, but at least `low` (None: no lower bound) and at most `high`; NaN stays NaN.
+
+  The derivative at a bound is 1, as that of `torch.clamp` is, with which the released models were
+  trained; that of `jax.numpy.clip` is 1/2 there. Values on a bound are common in bfloat16, whose
+  numbers near 7 are 1/32 apart.
+  """
+  x = jnp.where(x > high, jnp.full_like(x, high), x)
+  return x if low is None else jnp.where(x < low, jnp.full_like(x, low), x)
+
+
 # GPT-OSS clamps the gate from above. It clamps the up projection from above and below, and adds 1
 # to the result.
 _STEEPNESS, _LIMIT = 1.702, 7.0
 
 
 def _clamped_silu(h):
-  g = jnp.minimum(h, _LIMIT)
+  g = clamped(h, None, _LIMIT)
   return g * jax.nn.sigmoid(_STEEPNESS * g)
 
 
 def _clamped_silu_grad(h):
-  g = jnp.minimum(h, _LIMIT)
+  g = clamped(h, None, _LIMIT)
   s = jax.nn.sigmoid(_STEEPNESS * g)
   return _clamped_silu_slope(h, g, s)
 
@@ -201,20 +212,20 @@ def _fast_clamped_silu(h):
 
 
 def _fast_clamped_silu_grad(h):
-  g = jnp.minimum(h, _LIMIT)
+  g = clamped(h, None, _LIMIT)
   return _clamped_silu_slope(h, g, 0.5 + 0.5 * jnp.tanh(0.5 * _STEEPNESS * g))
 
 
 def _clamped_silu_slope(h, g, s):
   value = g * s
   slope = s + _STEEPNESS * value * (1.0 - s)
-  return value, jnp.where(h < _LIMIT, slope, jnp.zeros_like(slope))
+  return value, jnp.where(h <= _LIMIT, slope, jnp.zeros_like(slope))
 
 
 def _clamped_plus_one(up):
-  inside = (up > -_LIMIT) & (up < _LIMIT)
+  inside = (up >= -_LIMIT) & (up <= _LIMIT)
   slope = jnp.where(inside, jnp.ones_like(up), jnp.zeros_like(up))
-  return jnp.maximum(jnp.minimum(up, _LIMIT), -_LIMIT) + 1.0, slope
+  return clamped(up, -_LIMIT, _LIMIT) + 1.0, slope
 
 
 _ACTIVATIONS = {

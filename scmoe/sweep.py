@@ -32,6 +32,7 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError, Preempted, ScmoeError, StorageError, run_main
 from scmoe.base.output import say, warn
+from scmoe.base.sizes import elapsed
 from scmoe.base.stored import read_bytes, write_json, write_whole
 from scmoe.reports.comparison import compare
 from scmoe.reports.records import ASKED, EXIT, Record, read_run
@@ -43,7 +44,6 @@ from scmoe.run.dry_run import planned_devices
 from scmoe.run.effects import check_typed
 from scmoe.run.fields import with_field
 from scmoe.run.names import check_workdir
-from scmoe.training.metrics import duration
 from scmoe.training.restore import FOLDER, list_steps
 from scmoe.training.resume import check_config
 from scmoe.training.signals import hangups
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
   print("\n" + write_comparison(comparison, workdir / "compare", command))
   if values["json"]:
     write_figures(Path(values["json"]), comparison)
-  print(f"{len(runs)} runs, {duration(time.monotonic() - began)}")
+  print(f"{len(runs)} runs, {elapsed(time.monotonic() - began)}")
   failed = [record for record in comparison.unfinished if record.ended.get("code")]
   if failed:
     raise Failed(failed)
@@ -376,7 +376,7 @@ class _Training:
       write_json(path, {"code": code, "words": "" if code == 0 else words})
     except OSError as error:
       warn(f"{path} cannot be written ({error.strerror})")
-    record, took = read_run(run.folder), duration(time.monotonic() - self.began)
+    record, took = read_run(run.folder), elapsed(time.monotonic() - self.began)
     if code == 0:
       last: dict[str, Any] = (record.evals or record.train or [{}])[-1]
       loss = last.get("loss")

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import scmoe
 from scmoe import evaluate, train
 from scmoe.blocks.wiring import WIRINGS
-from scmoe.training.metrics import console_line, read_metrics
+from scmoe.training.console import console_line
+from scmoe.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "adding.md").read_text("utf-8")

@@ -35,7 +35,7 @@ from scmoe.run.command_line import HELP, TRAIN_FLAGS, Flag, help_text, parse, ru
 from scmoe.run.config import RunConfig
 from scmoe.training.fastest import PROFILES
 from scmoe.training.guided import GuidedStep
-from scmoe.training.metrics import memory_in_use
+from scmoe.training.meters import memory_in_use
 from scmoe.training.side_by_side import make_seeds_step
 from scmoe.training.step import init_state, make_train_step
 

@@ -33,3 +33,15 @@ def duration(seconds: float) -> str:
     if seconds < limit:
       return f"{seconds / divisor:.3g} {unit}"
   return f"{seconds / 86400:.3g} days"
+
+
+def elapsed(seconds: float) -> str:
+  """Whole seconds as a clock counts them: `47s`, `3m05s`, `2h03m`, `4d07h`."""
+  rounded = round(seconds)
+  if rounded < 60:
+    return f"{rounded}s"
+  if rounded < 3600:
+    return f"{rounded // 60}m{rounded % 60:02d}s"
+  if rounded < 86400:
+    return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
+  return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"

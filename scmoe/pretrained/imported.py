@@ -37,7 +37,7 @@ from scmoe.pretrained.upcycle import fill, plan
 from scmoe.run import build
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
-from scmoe.training.metrics import memory_in_use
+from scmoe.training.meters import memory_in_use
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.restore import FOLDER, list_steps
 from scmoe.training.workdir import RunLock, prepare_workdir

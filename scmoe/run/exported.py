@@ -36,7 +36,7 @@ from scmoe.run.modality import needs_text
 from scmoe.run.opened import Stored, check_average, open_run
 from scmoe.run.text import load_tokenizer
 from scmoe.training.card import read_card
-from scmoe.training.metrics import memory_in_use
+from scmoe.training.meters import memory_in_use
 from scmoe.training.restore import restore_stored, with_newest
 
 _PARAMS = re.compile(r"^params\.")

@@ -14,19 +14,13 @@ import jax
 from jax import Array
 
 from scmoe.base.output import warn
+from scmoe.base.sizes import elapsed
+from scmoe.training.console import Bar, console_line
 from scmoe.training.distributed import from_all_processes, is_first
 from scmoe.training.health import CollapseAlarm
 from scmoe.training.interfaces import Trainable
-from scmoe.training.metrics import (
-  Bar,
-  Means,
-  Meter,
-  Metrics,
-  console_line,
-  duration,
-  memory_in_use,
-  short_lists,
-)
+from scmoe.training.meters import Means, Meter, memory_in_use
+from scmoe.training.metrics import Metrics, short_lists
 from scmoe.training.vitals import Vitals, stragglers
 
 
@@ -85,7 +79,7 @@ class Journal:
     self.say(f"{what} ...")
     began = time.perf_counter()
     yield
-    self.say(f"{what}: {duration(time.perf_counter() - began)}")
+    self.say(f"{what}: {elapsed(time.perf_counter() - began)}")
 
   # -- steps ------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Outputs of a run: metrics.jsonl, the console line, TensorBoard, trackers, router files.
+"""Outputs of a run that stay: metrics.jsonl, TensorBoard, trackers, router files.
 
 The record of a run is metrics.jsonl (`MetricsFile`): a line that cannot be written is kept and
 written later. Any other output that fails may lack figures from then on; the run goes on.
@@ -15,8 +15,6 @@ import math
 import os
 import re
 import sys
-import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -309,188 +307,6 @@ def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list]:
   }
 
 
-class Means:
-  """Means of the scalars `NAMES` over the steps since the last line that was logged.
-
-  Values that are not finite and skipped steps are left out, with one exception. If a step was
-  skipped because its gradients overflowed, and the overflow lowered the loss scale, the step counts
-  unless the step before it failed: its loss is finite.
-  """
-
-  NAMES = ("loss", "cross_entropy", "accuracy", "drop")
-
-  def __init__(self) -> None:
-    self._values: dict[str, list[float]] = {}
-
-  def add(self, values: dict[str, Any]) -> None:
-    """Notes the values of one step."""
-    if values.get("skipped_in_row"):
-      return
-    for name in self.NAMES:
-      if name in values and math.isfinite(values[name]):
-        self._values.setdefault(name, []).append(values[name])
-
-  def take(self) -> dict[str, float]:
-    """Returns the means and starts anew; {} if no step since the last call counted."""
-    means = {name: float(np.mean(values)) for name, values in self._values.items()}
-    self._values.clear()
-    return means
-
-
-def memory_in_use() -> dict[str, int]:
-  """Peak memory in bytes, of this process and of the fullest of its devices.
-
-  Returns:
-    `device_memory_bytes`, where jax counts it, and `host_memory_bytes`, where the system tells it.
-  """
-  import jax
-
-  found = {}
-  if peak := max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices()):
-    found["device_memory_bytes"] = peak
-  try:
-    import resource
-  except ImportError:  # Windows has no `resource`
-    return found
-  unit = 1 if sys.platform == "darwin" else 1024
-  found["host_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-  return found
-
-
-class Meter:
-  """Time per step, without compilation, evaluation and saving.
-
-  The loop calls `begin` when it has dispatched a step, `tick` when it has read a step's results,
-  and `pause` when the following time belongs to no step. It reads the results of step n after it
-  has dispatched step n + 1, and the dispatch may last until step n + 1 is almost done. When the
-  loop ends or pauses, it then reads the results of step n + 1 at once. So the time between two
-  ticks without a `begin` is no step's.
-  """
-
-  def __init__(self) -> None:
-    self._last: float | None = None
-    self._begun = False
-    self._mean = math.nan  # what the last `take` with timed steps returned
-    self._interval: list[float] = []
-    self._recent: deque[float] = deque(maxlen=4096)
-
-  def begin(self) -> None:
-    """Notes that a step was dispatched."""
-    self._begun = True
-
-  def tick(self) -> None:
-    """Notes that a step's results were read, and how long it took since the last `tick`.
-
-    No time is noted after `pause`, or without a `begin` since the last `tick`.
-    """
-    now = time.perf_counter()
-    if self._last is not None and self._begun:
-      self._interval.append(now - self._last)
-      self._recent.append(now - self._last)
-    self._last, self._begun = now, False
-
-  def pause(self) -> None:
-    """Leaves out the time from here to the next `tick`: it belongs to no step."""
-    self._last = None
-
-  def take(self) -> float:
-    """Mean seconds per step since the last call.
-
-    If no step was timed since then, the mean of the call before: the last step of a run has no next
-    dispatch, so it is not timed. NaN if no step was timed at all.
-    """
-    if self._interval:
-      self._mean = float(np.mean(self._interval))
-    self._interval.clear()
-    return self._mean
-
-  def percentiles(self) -> tuple[float, float]:
-    """Median and 99th percentile of the seconds per step, over the last 4096; NaN without any."""
-    if not self._recent:
-      return math.nan, math.nan
-    return float(np.percentile(self._recent, 50)), float(np.percentile(self._recent, 99))
-
-
-def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
-  """One line for people; figures that are missing, infinite or NaN are left out.
-
-  But a loss or gradient norm is shown even if it is infinite or NaN.
-
-  Reads `loss`, `lr`, `grad_norm`, `tokens_per_second`, `mfu` (0 to 1), `eta_seconds`, `drop` (share
-  of choices), `imbalance` (busiest expert over the mean) and `skipped`.
-  """
-  width = len(str(steps))
-  parts = [f"step {step:{width}d}/{steps} ({100 * step // steps}%)"]
-  formats = {
-    "loss": lambda v: f"loss {v:.4f}",
-    "lr": lambda v: f"lr {v:.2e}",
-    "grad_norm": lambda v: f"grad {v:.3g}",
-    "tokens_per_second": lambda v: f"{_thousands(v)} tok/s",
-    "mfu": lambda v: f"MFU {100 * v:.1f}%",
-    "eta_seconds": lambda v: f"ETA {duration(v)}",
-    "drop": lambda v: f"drop {100 * v:.1f}%",
-    "imbalance": lambda v: f"imbalance {v:.2f}",
-    "skipped": lambda v: f"skipped {v}" if v else "",
-  }
-  for name, form in formats.items():
-    value = values.get(name)
-    if value is not None and (name in ("loss", "grad_norm") or math.isfinite(value)):
-      parts.append(form(value))
-  return " | ".join(part for part in parts if part)
-
-
-def duration(seconds: float) -> str:
-  """Seconds as text: `47s`, `3m05s`, `2h03m`, `4d07h`."""
-  rounded = round(seconds)
-  if rounded < 60:
-    return f"{rounded}s"
-  if rounded < 3600:
-    return f"{rounded // 60}m{rounded % 60:02d}s"
-  if rounded < 86400:
-    return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
-  return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
-
-
-class Bar:
-  """A progress bar on a terminal; elsewhere, or for 0 steps, it prints lines alone.
-
-  Args:
-    start: steps done before.
-    steps: steps of the whole run.
-    shown: False (on all processes but the first): there is no bar, and no line is printed.
-  """
-
-  def __init__(self, start: int, steps: int, *, shown: bool = True):
-    self._shown, self._bar = shown, None
-    if shown and steps and _is_terminal():
-      from tqdm import tqdm
-
-      self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, leave=False)
-
-  def advance(self) -> None:
-    """Moves the bar on by one step."""
-    if self._bar is not None:
-      self._bar.update()
-
-  def print(self, text: str) -> None:
-    """Prints a line, above the bar if there is one; nothing unless `shown`."""
-    if self._bar is not None:
-      self._bar.write(text)
-    elif self._shown:
-      print(text, flush=True)
-
-  def close(self) -> None:
-    """Removes the bar."""
-    if self._bar is not None:
-      self._bar.close()
-
-
-def _is_terminal() -> bool:
-  with contextlib.suppress(AttributeError, ValueError):  # no standard output, or a closed one
-    return sys.stdout.isatty()
-  return False
-
-
 def _repair(path: Path, last_step: int) -> list[dict[str, Any]]:
   """Rewrites the file without broken lines and lines after `last_step`; returns those that stay.
 
@@ -533,10 +349,3 @@ def _plain(value: Any) -> Any:
   if isinstance(value, float) and not math.isfinite(value):
     return None
   return value
-
-
-def _thousands(value: float) -> str:
-  for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-    if value >= size:
-      return f"{value / size:.1f}{letter}"
-  return f"{value:.0f}"

@@ -2,13 +2,13 @@
 
 import math
 
-from scmoe.training import metrics
-from scmoe.training.metrics import Meter
+from scmoe.training import meters
+from scmoe.training.meters import Meter
 
 
 def test_only_times_between_a_dispatch_and_its_results_are_steps(monkeypatch):
   now = [0.0]
-  monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+  monkeypatch.setattr(meters.time, "perf_counter", lambda: now[0])
   meter = Meter()
 
   def step(at, *, reads=True):

@@ -1,4 +1,4 @@
-"""What a person sees of a run: one line per logged step, and a progress bar on a terminal."""
+"""Lines for a person who watches a run: one per logged step, and a progress bar on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured over several steps of a run: means of losses, seconds per step, memory."""
+"""Figures that are measured over several steps: means of losses, seconds per step, memory."""
 
 from __future__ import annotations
 

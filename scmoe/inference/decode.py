@@ -35,7 +35,8 @@ from scmoe.offload.cache import HOLDERS
 from scmoe.parallel.mesh import TOKEN_AXES, make_mesh, manual, parameter_specs
 from scmoe.parallel.sequence import whole_rows
 
-# Turns a jitted function into a program with the same arguments (`scmoe.run.programs`).
+# The type of a function that compiles a jitted function: the result takes the same arguments, and
+# may keep its programs on disk for a later start (`scmoe.run.programs`).
 Prepare = Callable[[Any], Any]
 
 
@@ -90,7 +91,7 @@ def stream(
   usage: Usage | None = None,
   deterministic: bool = False,
 ) -> Iterator[list[list[int]]]:
-  """Continues every prompt: yields one new token for each, then up to `chunk` at a time for each.
+  """Continues every prompt: yields each one's first new token, then up to `chunk` more at a time.
 
   The stream ends when all prompts have ended, or after `max_new_tokens` tokens. If the number of
   prompts does not divide evenly over the devices, copies of the last prompt fill up the batch;
@@ -128,7 +129,7 @@ def stream(
   asked, parts = len(prompts), mesh.size // mesh.shape["tensor"]
   prompts = prompts + [prompts[-1]] * (-asked % parts)
   lengths_B = np.array([len(p) for p in prompts], np.int32)
-  padded = _round_up(int(lengths_B.max()), 16)  # fewer different lengths, so fewer compilations
+  padded = _round_up(int(lengths_B.max()), 16)  # few lengths of the padded batch: few compilations
   tokens_BS = np.zeros((len(prompts), padded), np.int32)
   for row, prompt in enumerate(prompts):
     tokens_BS[row, : len(prompt)] = prompt
@@ -198,11 +199,13 @@ class Static:
     return _COMPILED | (_ONE_ORDER if self.deterministic else {})
 
 
-_ROWS = P(TOKEN_AXES)  # also devices that divide rows in training have whole rows of their own
+# The devices divide the batch over all axes of tokens. So each has whole rows, even on the axis
+# `sequence`, whose devices divide the tokens of a row in training.
+_ROWS = P(TOKEN_AXES)
 _COMPILED: dict[str, Any] = {
-  # Without excess precision every operation rounds to its type. With it XLA keeps float32 within a
-  # fusion, and the tokens of a bfloat16 model depend on XLA's fusions: on where the experts are and
-  # on the batch's size.
+  # Without excess precision every operation rounds its result to the result's type. With it XLA
+  # keeps float32 within a fusion, so the tokens of a bfloat16 model depend on what XLA fuses. That
+  # changes with the batch's size, and with the memory that the experts are in.
   "xla_allow_excess_precision": False,
   # XLA may have eight asynchronous copies in flight, so it copies all matrices of a layer's experts
   # at once. With its default limit of two, XLA waits for the first copy before it starts the third.
@@ -223,7 +226,7 @@ _ONE_ORDER = {"xla_gpu_autotune_level": 0, "xla_gpu_experimental_force_split_k":
 
 @functools.cache
 def make_prefill(static: Static, room: int) -> Any:
-  """Makes the jitted program that reads the prompts and draws the first new token of each row.
+  """Makes the jitted program that reads prompts, fills caches and draws each row's first new token.
 
   Its arguments are (params, router, lengths_B, key, tokens_BS): `lengths_B` are the prompts'
   lengths, `tokens_BS` the padded prompts. It returns the first new tokens, int32 [B], and the
@@ -254,11 +257,11 @@ def make_prefill(static: Static, room: int) -> Any:
 
 
 def taken_apart(static: Static, params: Any) -> Any:
-  """Splits the stacked parameters into arrays for each pair, so that decoding reads them faster.
+  """Splits all stacked parameters but the experts' into arrays for each pair, for faster decoding.
 
   An unrolled loop over pairs reads slices of the stacked parameters, and XLA copies each slice in
-  every call. This function copies them once. It leaves experts' parameters stacked. If the model
-  scans over its pairs, or its parameters are split already, it returns all of them unchanged.
+  every call. This function copies them once. If the model scans over its pairs, or its parameters
+  are split already, it returns all of them unchanged.
   """
   leaves, tree = jax.tree.flatten(params)
   cut = _cut(static, tree, tuple((x.shape, x.dtype) for x in leaves))
@@ -271,12 +274,12 @@ def taken_apart(static: Static, params: Any) -> Any:
 
 @functools.cache
 def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
-  """The plan of `taken_apart`: which leaves to cut, a program that cuts them, the resulting tree.
+  """The plan of `taken_apart`: (leaves to cut, a program that cuts them, the new tree's form).
 
-  The first is a list with a bool for each leaf. The program returns an `Apart` for each leaf that
-  is cut. The last is the definition of a tree with these `Apart`s as leaves. Returns None if no
-  leaf needs cutting. The plan is cached, because merging modules takes milliseconds, and the first
-  token of each generation would wait for it.
+  The plan is None if no leaf needs cutting. The first is a list with a bool for each leaf. The
+  program returns an `Apart` for each leaf that is cut. The last is the definition of a tree with
+  these `Apart`s as leaves. The plan is cached, because merging modules takes milliseconds, and the
+  first token of each generation would wait for it.
   """
   params = tree.unflatten([jax.ShapeDtypeStruct(*kind) for kind in kinds])
   pairs = jax.eval_shape(lambda own: nnx.merge(static.graph, own).pairs(), params)
@@ -313,7 +316,7 @@ def one_by_one(model: GPT, offload: Offload, rows: int) -> bool:
 
 @functools.cache
 def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
-  """Makes the jitted program that adds `steps` tokens to each row.
+  """Makes the jitted program that adds `steps` tokens to each row, and updates the caches.
 
   Its arguments are (params, router, lengths_B, key, made, token_B, caches): `params` are the
   model's, or for speed those of `taken_apart`; `lengths_B` are the prompts' lengths; `made`, int32

@@ -103,11 +103,11 @@ def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
 
 @functools.cache
 def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
-  """Makes a jitted (params, router, batch, sizes_V) -> sums over the global batch.
+  """Makes a jitted (params, router, batch, sizes_V) -> (sums by domain, numbers of choices).
 
-  They are float32 [domains, len(COUNTED)], the sums in `COUNTED` of each domain, and float32 [2],
-  the numbers of dropped and of all routing choices. `sizes_V` is the number of bytes of each token
-  id. The results are the same on all devices.
+  The sums are those in `COUNTED` over each domain's tokens in the global batch, float32 [domains,
+  len(COUNTED)]. The numbers are those of the dropped and of all routing choices, float32 [2].
+  `sizes_V` is the number of bytes of each token id. The results are the same on all devices.
   """
 
   def local(params, router, batch, sizes_V):

@@ -50,7 +50,7 @@ def gradient_norms(gradients: Mapping[str, Any], model: ModelConfig) -> dict[str
 
 
 def _starts(trunk: ModelConfig, first: int) -> dict[str, list[int]]:
-  """For each stack of parameters the first layer of each of its pairs, or its dense layers.
+  """Numbers of layers by stack: the first layer of each pair in `stages`, each layer in `dense`.
 
   Args:
     trunk: options of the trunk.

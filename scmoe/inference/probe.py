@@ -31,7 +31,7 @@ from scmoe.moe.layer import MoECall
 from scmoe.moe.losses import statistics
 from scmoe.moe.types import Routing
 
-PARTS = 8  # equal parts of a row, in which entropy and confidence are counted apart
+PARTS = 8  # number of equal parts of a row; entropy and confidence are also given for each part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +100,12 @@ class Probe:
 
   @property
   def by_domain_G(self) -> np.ndarray:
-    """How far experts have specialised by domain, for each gating: see `specialisation`."""
+    """How much the experts' load differs between domains, for each gating; see `specialisation`."""
     return specialisation(self.domain_load_GDE, self.load_GE)
 
   @property
   def by_class_G(self) -> np.ndarray:
-    """How far experts have specialised by class, for each gating: see `specialisation`."""
+    """How much the experts' load differs between classes, for each gating; see `specialisation`."""
     return specialisation(self.class_load_GCE, self.load_GE)
 
   @property
@@ -122,12 +122,12 @@ class Probe:
 
 
 def specialisation(kinds_GKE: np.ndarray, load_GE: np.ndarray) -> np.ndarray:
-  """Mean distance in total variation between each kind's load and the load of all tokens: [G].
+  """How much the load of each kind of token differs from the load of all tokens, on average: [G].
 
-  For each kind of token (a domain, a class) it is the share of the kind's choices that would have
-  to go to other experts for its load to be that of all tokens: 0 if all kinds choose alike. Kinds
-  without tokens are left out; NaN if no kind has tokens. Kinds with few tokens have a larger
-  distance by chance.
+  For each kind of token (a domain, a class) it is the total variation distance of the two loads:
+  the share of the kind's choices that would have to go to other experts for its load to be that of
+  all tokens. So it is 0 if all kinds choose alike. Kinds without tokens are left out of the mean;
+  NaN if no kind has tokens. Kinds with few tokens have a larger distance by chance.
   """
   distances = np.abs(kinds_GKE - load_GE[:, None]).sum(-1) / 2
   found = np.isfinite(distances)
@@ -186,7 +186,7 @@ class _Layout:
 
   def __init__(self, trunks: Sequence[Trunk]):
     self.gatings, self.points, self.second, self.shortcut = [], [], [], []
-    layer = 0  # the first layer of the pair, or the dense layer, that is added next
+    layer = 0  # number of the first layer of the pair, or of the dense layer, that is added next
     for number, trunk in enumerate(trunks):
       config, rule = trunk.config, trunk.config.wiring_rule
       per_pair = config.moe_every * rule.units_per_moe
@@ -197,7 +197,10 @@ class _Layout:
       self.points.append("out" if number + 1 == len(trunks) else f"{layer} merged")
 
   def _add(self, config: Any, rule: Any, first: int, *, dense: bool) -> None:
-    """Adds the names of a pair that begins with layer `first`, or of the dense layer `first`."""
+    """Adds the gatings and values of the pair that begins with layer `first`.
+
+    If `dense`, it adds the values of the dense layer `first`, which has no gating.
+    """
     if dense:
       self.points += [f"{first} in", f"{first} attention"]
     else:
@@ -252,7 +255,7 @@ def _counts(
   num_classes: int,
   batch: Any,
 ) -> dict[str, Array]:
-  """The sums of one batch, by name; the caller adds them up over batches for `_finished`.
+  """One batch's sums by name; `_finished` makes the `Probe` from their totals over all batches.
 
   Most are sums over the batch's tokens, or numbers of tokens that divide such sums. `drop` and
   `shortcut_ratio` are the batch's own shares and ratios: `_finished` divides their sums by the
@@ -305,7 +308,7 @@ def _counts(
 
 
 def _mask_of(begun: Begun, h_BSD: Array) -> Array:
-  """float32 [T]: 1 for the tokens of this value that count."""
+  """The mask of one value on the main path, float32 [T]: 1 for tokens that count, 0 for padding."""
   return jnp.broadcast_to(begun.mask_BS, h_BSD.shape[:2]).reshape(-1).astype(jnp.float32)
 
 
@@ -388,7 +391,7 @@ def _of_routings(
   num_domains: int,
   num_classes: int,
 ) -> dict[str, Array]:
-  """Sums over one batch's tokens of the figures of each gating, before they are divided.
+  """The figures of each gating, summed over one batch's tokens; `_finished` makes means of them.
 
   Args:
     heard: what the listeners heard.

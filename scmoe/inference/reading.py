@@ -16,7 +16,7 @@ from scmoe.models.vision.model import VisionModel, pixels
 
 
 class Reading(Protocol):
-  """How `probe` runs one kind of model, text or images, around its pairs.
+  """All that `probe` needs of one kind of model (text or images) besides the model's pairs.
 
   It gives the model's trunks, the input of the first pair with each token's domain and class, and
   the step from one trunk to the next.
@@ -27,7 +27,7 @@ class Reading(Protocol):
     ...
 
   def begin(self, model: Any, batch: Any) -> Begun:
-    """Embeds a batch for the first pair, and gives all else that `Begun` holds of its tokens."""
+    """Embeds a batch: the first pair's input with its masks, domains, classes and router states."""
     ...
 
   def between(self, model: Any, number: int, h_BSD: Array) -> Array:
@@ -76,7 +76,7 @@ class ReadText:
     return [model]
 
   def begin(self, model: GPT, batch: Batch) -> Begun:
-    """Embeds the tokens; padding (segment 0) does not count. Without domains all rows have 0."""
+    """Embeds tokens; padding (segment 0) does not count. A batch without domains has domain 0."""
     h_BSD = model.embedding(batch.inputs, batch.positions, jnp.dtype(model.config.dtype))
     rows = batch.inputs.shape[0]
     return Begun(

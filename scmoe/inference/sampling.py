@@ -43,16 +43,17 @@ def keep_top_p(logits_BV: Array, p: float) -> Array:
   """
   sorted_BV = jnp.sort(logits_BV, axis=-1)[:, ::-1]
   probs_BV = jax.nn.softmax(sorted_BV, -1)
-  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # total probability of all likelier tokens
+  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # sum of the probabilities sorted before this one
   least_B1 = jnp.where(before_BV < p, sorted_BV, jnp.inf).min(-1, keepdims=True)
   return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
 
 
 def sample(logits_BV: Float[Array, "B V"], sampling: Sampling, key: Array) -> Int[Array, " B"]:
-  """Draws one token for each row: int32 [B], after temperature, top_k and top_p, in this order.
+  """Draws one token for each row, or takes the most probable one at temperature 0: int32 [B].
 
-  With temperature 0 it takes each row's most probable token. The draws are the same on every mesh:
-  each device computes the noise of the global batch and takes the noise of its own rows.
+  Temperature, top_k and top_p change the logits in this order before the draw. The draws are the
+  same on every mesh: each device computes the noise of the global batch and takes that of its own
+  rows.
   """
   if sampling.temperature == 0:
     return logits_BV.argmax(-1).astype(jnp.int32)

@@ -23,7 +23,7 @@ from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.mesh import TOKEN_AXES, make_mesh, manual, parameter_specs
 from scmoe.parallel.sequence import whole_rows
 
-_SHORTEST = 16  # rows are padded to at least so many tokens, or to `length` if that is less
+_SHORTEST = 16  # rows are padded to at least 16 tokens, or to `length` of `score` if that is less
 
 
 class Continuation(NamedTuple):
@@ -137,7 +137,7 @@ def _checked(continuation: Continuation, vocabulary: int) -> Continuation:
 
 
 def _rows(asked: list[Continuation], batch_size: int, length: int) -> tuple[np.ndarray, ...]:
-  """Arrays [B, S] of windows: inputs and targets int32, mask bool and weights float32.
+  """A batch of windows as arrays [B, S]: inputs, targets (int32), mask (bool), weights (float32).
 
   The mask is False for padding, at a row's end and in rows without a window. Weights are 1 for
   targets that are scored, 0 for context and padding.

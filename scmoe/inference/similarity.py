@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-SAMPLE = 1024  # tokens of a batch whose products are computed: memory grows with their square
+SAMPLE = 1024  # most tokens of a batch that `gram` multiplies: memory grows with their square
 
 
 def cosine(a: Float[Array, "... D"], b: Float[Array, "... D"]) -> Float[Array, ...]:
@@ -29,12 +29,11 @@ def cosine(a: Float[Array, "... D"], b: Float[Array, "... D"]) -> Float[Array, .
 
 
 def gram(x_TD: Float[Array, "T D"], mask_T: Float[Array, " T"]) -> Float[Array, "N N"]:
-  """Products of every two tokens, for `hsic`; of more than `SAMPLE` tokens it takes a sample.
+  """The scalar products of every two tokens' vectors, less the vectors' mean; for `hsic`.
 
-  The sample is `SAMPLE` tokens at even distances in the batch.
-
-  The mean over tokens is subtracted first. It changes no HSIC, and keeps float32 exact enough: the
-  mean of a residual stream is often many times as large as the differences between tokens.
+  Of more than `SAMPLE` tokens it takes `SAMPLE` at even distances in the batch. Subtracting the
+  mean changes no HSIC, and keeps float32 exact enough: the mean of a residual stream is often many
+  times as large as the differences between tokens.
 
   Args:
     x_TD: one vector per token.

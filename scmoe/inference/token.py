@@ -82,12 +82,12 @@ class TokenNorm(Norm):
 
 
 class TokenAttention(Attention):
-  """An `Attention` of one token, in fewer kernels where they support its options."""
+  """An `Attention` of one token, in fewer kernels if they support the attention's options."""
 
   def partial_sums(self, row: Normalised, positions_BS: Array) -> PartialProjections | None:
-    """The token's queries, keys and values as partial sums, for the attention kernel.
+    """The token's queries, keys and values as partial sums, for the attention kernel, or None.
 
-    Returns None if queries, keys or values have a bias, a norm (before or after the rotation) or
+    It is None if queries, keys or values have a bias, a norm (before or after the rotation) or
     clipping; if their rotation is interleaved, or turns only a part of each head; or if the kernel
     that would compute the partial sums does not support the widths and the dtype, or does not run
     on this device.
@@ -198,7 +198,10 @@ class TokenBlock(Block):
     return super().project(h_BSD, positions_BS, **kind)
 
   def mix(self, h_BSD: Array, projected: Any, *args: Any, **options: Any) -> Any:
-    """The second half of the attention, as `Block.mix`; XLA writes the new residual stream once."""
+    """The residual stream with the attention's output added, and the cache, as `Block.mix`.
+
+    XLA writes the new residual stream to memory once.
+    """
     h_BSD, cache = super().mix(h_BSD, projected, *args, **options)
     return _written_once(h_BSD), cache
 
@@ -269,9 +272,9 @@ class GateOfSums:
 
 
 def _gate_under_norm(row: Normalised, gate: Any) -> PartialLogits | None:
-  """The normalised token and the partial sums of its logits, from one kernel.
+  """The normalised token and the partial sums of its logits, from one kernel, or None.
 
-  None unless the gate is a `LinearGate` and the kernel supports its sizes and runs here.
+  It is None unless the gate is a `LinearGate` and the kernel supports its sizes and runs here.
   """
   if not isinstance(gate, LinearGate):
     return None

@@ -243,7 +243,9 @@ def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:
 def to_memory(
   x: Any, sharding: NamedSharding, kind: str | None = None, *, int8: bool = False
 ) -> Any:
-  """Copies an array into a memory of the devices; the matrices of an `OnDisk` stay in their file.
+  """Copies an array into a memory of the devices, in eight bits if asked; not an `OnDisk`'s file.
+
+  The matrices of an `OnDisk` stay in their file. Only the experts' indices there are copied.
 
   Args:
     x: a jax array in any memory, a NumPy array, an `OnDisk`, or an `Int8` of these.
@@ -254,7 +256,7 @@ def to_memory(
   """
 
   def place(x: Any, *spec: Any) -> Any:
-    if is_on_disk(x):  # only the experts' indices in the file go to the devices
+    if is_on_disk(x):
       own = NamedSharding(sharding.mesh, P(*spec[:1]))
       return dataclasses.replace(x, number=jax.device_put(x.number, own))
     return jax.device_put(x, NamedSharding(sharding.mesh, P(*spec), memory_kind=kind))

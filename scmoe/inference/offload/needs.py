@@ -31,7 +31,7 @@ class Workload:
 
   @property
   def read(self) -> int:
-    """The number of tokens of prompts that one pass reads."""
+    """The most tokens of prompts that a device reads in one pass."""
     whole = self.rows * self.prompt
     return min(self.piece, whole) if self.piece else whole
 
@@ -71,7 +71,7 @@ class Needs:
 
   @property
   def fixed(self) -> int:
-    """Bytes that the device needs under every `Offload`: all but routed experts."""
+    """Bytes that the device needs under every `Offload`: all but the matrices of routed experts."""
     return self.dense + self.caches + self.scratch
 
 
@@ -92,7 +92,7 @@ def needs(model: ModelConfig, shapes: Any, load: Workload, *, int8: bool = False
     if is_routed(path, leaf):
       routed += math.prod(shape) * item
       moved += math.prod(shape) * (1 if int8 else item)
-      moved += math.prod((*shape[:-2], shape[-1])) * 4 * int8  # scales
+      moved += math.prod((*shape[:-2], shape[-1])) * 4 * int8  # a float32 scale for each column
     else:
       dense += math.prod(shape) * item
   pairs, tokens = model.num_pairs, max(load.read, load.rows)

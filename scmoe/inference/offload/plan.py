@@ -30,7 +30,7 @@ from scmoe.profiling.roofline import MACHINES, Machine, Sizes, StageSeconds, mod
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-FLOOR = 8e-6  # least modelled seconds of a stage: launching its kernels (experiments/LOG.md)
+FLOOR = 8e-6  # seconds to launch a stage's kernels: no stage that has some is modelled as shorter
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-MOST_LOGPROBS = 20  # limit on `Request.logprobs`
+MOST_LOGPROBS = 20  # largest `Request.logprobs`: a program finds this many tokens for every row
 
 
 class Needs(NamedTuple):
-  """The parts of drawing that a program has; its rows can use no other part.
+  """The optional parts of drawing that a program contains; its rows can use no other part.
 
   A program with all parts would sort the vocabulary even if every row takes the most probable
   token. Nor can a branch inside the program decide: on a GPU the host would wait for its condition.
@@ -42,7 +42,7 @@ class Needs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-  """How each row draws; see `Sampling` for temperature, top-k and top-p.
+  """The options, the random key and the progress of each row that draws; see also `Sampling`.
 
   Attributes:
     temperature_B: float32; 0: the most probable token.
@@ -101,7 +101,7 @@ def draw(logits_BV: Float[Array, "B V"], rows: Draws, needs: Needs) -> Drawn:
 
 
 def _with_noise(logits_BV: Array, rows: Draws, needs: Needs) -> Int[Array, " B"]:
-  """The tokens of rows that draw; rows of temperature 0 get a token that the caller replaces."""
+  """A token for each row, drawn with noise; the caller replaces those of rows at temperature 0."""
   heat_B = jnp.where(rows.temperature_B > 0, rows.temperature_B, 1)
   logits_BV = logits_BV / heat_B[:, None]
   if needs.filters:
@@ -126,7 +126,7 @@ def _filtered(logits_BV: Array, rows: Draws) -> Array:
   least_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], 1)
   sorted_BV = jnp.where(sorted_BV < least_B1, -jnp.inf, sorted_BV)
   probs_BV = jax.nn.softmax(sorted_BV, -1)
-  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # total probability of all likelier tokens
+  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # sum of the probabilities sorted before this one
   nucleus_B1 = jnp.where(before_BV < rows.top_p_B[:, None], sorted_BV, jnp.inf)
   nucleus_B1 = nucleus_B1.min(-1, keepdims=True)
   least_B1 = jnp.where(rows.top_p_B[:, None] < 1, jnp.maximum(nucleus_B1, least_B1), least_B1)

@@ -17,12 +17,12 @@ import numpy as np
 from scmoe.inference.serving.pool import FreePages
 from scmoe.inference.serving.requests import Answer, Ending, Request, TokenLogprob
 
-NEWEST = 4096  # answers whose time to the first token `Statistics` keeps
+NEWEST = 4096  # `Statistics` keeps the time to the first token of this many last answers
 
 
 @functools.lru_cache(2**12)
 def key_data(seed: int) -> np.ndarray:
-  """The random key of a seed as numbers: uint32 [W], W numbers of a key.
+  """The random key that jax makes of a seed, as an array of its W words: uint32 [W].
 
   The CPU computes it if jax may use the CPU, since a GPU would first finish the programs that it
   runs.
@@ -67,7 +67,7 @@ class Job:
 
   @property
   def is_running(self) -> bool:
-    """Whether it has a slot."""
+    """Whether the request has a slot."""
     return self.slot >= 0
 
   @property
@@ -91,16 +91,22 @@ class Job:
 
   @property
   def positions(self) -> int:
-    """Most positions of the caches that it needs: no step reads the last new token."""
+    """Most positions of the caches that the request can need: all but that of its last new token.
+
+    No step reads that token.
+    """
     return len(self.request.prompt) + max(self.request.max_new_tokens - 1, 0)
 
   def restart(self) -> None:
-    """Makes prompt and new tokens the `text` to read anew, since the caches have lost them."""
+    """Makes prompt and new tokens the `text` that is read anew, and counts a preemption.
+
+    The request has lost its pages, and with them their keys and values.
+    """
     self.text, self.read, self.sent = [*self.request.prompt, *self.new], 0, len(self.new)
     self.preemptions += 1
 
   def score(self, start: int, logprobs: np.ndarray) -> None:
-    """Keeps log-probabilities of the prompt's tokens: of the tokens `start` + 1, `start` + 2, ...
+    """Keeps the log-probabilities of a piece of the prompt: of the tokens from `start` + 1 on.
 
     Those of tokens after the prompt are left out.
 
@@ -138,7 +144,7 @@ class Job:
     return finish
 
   def answer(self, finish: str) -> Answer:
-    """The answer, once `take` has returned `finish`, why the text ends."""
+    """The answer to the request, after its text has ended for the reason `finish` (from `take`)."""
     asked = self.request
     return Answer(
       self.number,
@@ -154,7 +160,7 @@ class Job:
 
 
 class Part:
-  """The slots and pages of one part of the mesh: of one index on all its axes but `tensor`.
+  """The slots and pages of one part of the mesh: of the devices that differ only on axis `tensor`.
 
   Args:
     slots: number of its slots.
@@ -176,7 +182,7 @@ class Part:
 
   @property
   def reading(self) -> list[Job]:
-    """Its requests whose text programs have not been given to the end, oldest first."""
+    """The part's requests with tokens of `text` that no program has been given, oldest first."""
     return sorted((job for job in self.jobs if job.unread), key=lambda job: job.number)
 
   def admit(self, job: Job, pages: list[int]) -> None:
@@ -219,7 +225,7 @@ class Statistics:
   )
 
   def add(self, answer: Answer) -> None:
-    """Counts an answer."""
+    """Counts an answer and its tokens, and keeps its time to the first token."""
     self.answers += 1
     self.tokens += len(answer.tokens)
     self.first_seconds.append(answer.first_seconds)

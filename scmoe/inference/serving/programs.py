@@ -118,7 +118,7 @@ def tokens_of_a_page(static: Static, params: Any, page_tokens: int) -> int:
 
 @functools.cache
 def make_piece(static: Static, needs: Needs, scores: bool) -> Any:
-  """Makes the jitted program that reads pieces of prompts.
+  """Makes the jitted program that reads pieces of prompts, and draws a token where a prompt ends.
 
   Its arguments are (params, router, caches, token_B, piece, draws): `token_B` are the slots' last
   tokens, `draws` says how each of the R rows draws. It returns four values: the caches;
@@ -217,7 +217,7 @@ def _passed(
   router: Any,
   experts: ExpertSource,
 ) -> tuple[Array, Any]:
-  """Passes new tokens through the model: their hidden states, and the caches with their values.
+  """Runs the model over new tokens: their hidden states, and the caches with their keys and values.
 
   Args:
     model: the model.

@@ -11,8 +11,8 @@ import numpy as np
 from scmoe.base.errors import ConfigError
 from scmoe.inference.serving.draw import MOST_LOGPROBS, Needs
 
-MOST_STOPS = 16  # texts and lists of tokens in `Request.stop`
-MOST_STOP = 1024  # characters of a text in `Request.stop`, or tokens of a list
+MOST_STOPS = 16  # most entries of `Request.stop`, texts and lists of tokens together
+MOST_STOP = 1024  # most characters of a text in `Request.stop`, and most tokens of a list in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +177,9 @@ class Ending:
     self._texts = [one for one in request.stop if isinstance(one, str)]
     self._lists = [list(one) for one in request.stop if not isinstance(one, str)]
     # `after` first decodes the last `_window` tokens, which are enough if each has a byte of text.
-    # The text before the last token must have `_reach` characters: a longest stop less its last
-    # one, and 8 more, because the first token may begin within a character.
+    # They are enough for certain if those before the last token decode to `_reach` characters: one
+    # less than the longest stop has, and 8 more, because the first token may begin within a
+    # character.
     self._window = max((len(one.encode()) for one in self._texts), default=0) + 8
     self._reach = max(map(len, self._texts), default=0) + 7
 

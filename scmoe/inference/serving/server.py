@@ -43,11 +43,13 @@ from scmoe.layers.pages import NO_PAGE
 from scmoe.models.gpt import GPT
 from scmoe.parallel.mesh import TOKEN_AXES, make_mesh
 
-MOST_SLOTS, MOST_TOKENS = 2**16, 2**20  # of a server, and of a page or a turn
+# Limits on the slots of a server, and on the tokens of a page and the prompts' tokens of a turn.
+MOST_SLOTS, MOST_TOKENS = 2**16, 2**20
 Rows = list[tuple[int, Job]]  # (row of a program, request in it)
-# The smallest widths for which programs are compiled, unless the largest width is smaller.
-_SHORTEST_PIECE, _FEWEST_PAGES = 16, 4  # tokens of a piece, pages of a table
-_FREE_SHARE = 0.9  # of the device's free memory goes to pages if neither number nor bytes are given
+# The least tokens of a piece and the fewest pages of a table for which programs are compiled,
+# unless the largest piece or table is smaller.
+_SHORTEST_PIECE, _FEWEST_PAGES = 16, 4
+_FREE_SHARE = 0.9  # share of a device's free memory for pages, if `pages` and `cache_bytes` are 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +149,7 @@ class Server:
     context = self.config.context
     self.page_tokens = tokens_of_a_page(self._static, params, min(page_tokens, context))
     longest = -(-context // self.page_tokens)
-    self._slots = -(-slots // parts)  # of each part
+    self._slots = -(-slots // parts)  # slots of each part
     self.pages = self._count_pages(pages, cache_bytes, params, longest)
     self._tables = widths(longest, 3, 2, _FEWEST_PAGES)
     self._pieces = widths(min(prefill_tokens, context), 2, 4, _SHORTEST_PIECE)
@@ -156,7 +158,8 @@ class Server:
     of_rows = NamedSharding(mesh, PartitionSpec(TOKEN_AXES))
     self._token: Any = jax.device_put(np.zeros(parts * self._slots, np.int32), of_rows)
     self._waiting: collections.deque[Job] = collections.deque()
-    self._unread: collections.deque[list[_Results]] = collections.deque()  # of turns
+    # The results of each turn that the host has not read yet, oldest turn first.
+    self._unread: collections.deque[list[_Results]] = collections.deque()
     self._finished: list[Answer] = []
     self._count, self._needs = 0, Needs()
     self.statistics = Statistics(parts * self._slots)
@@ -246,8 +249,8 @@ class Server:
     """
     begin = time.perf_counter()
     self._admit()
-    # Decoding comes first, because it may put a request back (`_make_room`), whose results must all
-    # have been read by then. Results of pieces that ran earlier in this turn could not be.
+    # Decoding comes first, because it may put a request back (`_make_room`), whose results the host
+    # must all have read by then. It could not have read those of pieces of the same turn.
     turn = [found for found in (self._add_tokens(), self._read_pieces()) if found is not None]
     if turn:
       self._unread.append(turn)
@@ -278,7 +281,7 @@ class Server:
       part.admit(self._waiting.popleft(), part.free.take(needed) or [])
 
   def _read_pieces(self) -> _Results | None:
-    """Reads a piece of each of the oldest prompts that are not read yet; None if all are read.
+    """Runs a program over a piece of each of the oldest unread prompts; None if all are read.
 
     The pieces of a turn have one width, the room that each has for tokens. It is the smallest
     compiled one that holds the rest of the oldest such prompt, or the largest if none does. (Each

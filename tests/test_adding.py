@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -92,7 +93,7 @@ def run(moe, x, mesh=None):
   return y, gradients
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [night(1), 4])
 def test_narrow_rows_are_those_of_capacity_within_bfloat16(package, devices):
   x = jax.random.normal(jax.random.key(0), (8, 16, 16))
   mesh = scmoe.make_mesh(scmoe.MeshConfig(data=1, expert=4), jax.devices()[:4])

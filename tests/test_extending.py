@@ -34,7 +34,7 @@ FIELDS = {
 }
 OWN = [f"--config.{field}={path}" for field, path in FIELDS.items()]
 SMALL = ["--config", "quickstart", "--smoke", "--config.train.tensorboard=false"]
-SMALL += ["--config.train.sample_tokens=0"]
+SMALL += ["--config.train.sample_tokens=0", "--config.mesh.data=2"]
 LAST, EVERY = 60, 20  # steps, and those between two checkpoints
 
 
@@ -93,6 +93,7 @@ def test_evaluated_and_generated_from_what_is_stored(trained, capsys):
   assert "1 2 3" in out
 
 
+@pytest.mark.nightly  # by day test_profile.py profiles, and a run trains with these parts
 def test_profiled(package, capsys):
   turns = ["--rounds", "1", "--calls", "1", "--workdir", str(package / "profile")]
   profile.main([*SMALL, *OWN, *turns])

@@ -140,6 +140,7 @@ def test_weights_that_are_read_are_merged(root, tuned, capsys):
   assert "1+2" in capsys.readouterr().out
 
 
+@pytest.mark.nightly  # by day test_finetuning.py, with a base of its own
 def test_preferences_compare_with_the_base_that_is_merged_from_adapters(root, tuned):
   """The reference is the base without adapters; the base here is itself one with adapters."""
   argv = ("--config.data.source=preference", "--config.router.noise=0", "--config.train.steps=3")

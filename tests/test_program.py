@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import night
 
 from scmoe import train
 from scmoe.base.batch import Batch
@@ -152,8 +153,8 @@ def compiled_step(run):
 @pytest.mark.parametrize(
   ("fields", "names"),
   [
-    ({"mesh__data": 8}, {"gradients", "statistics"}),
-    (
+    night({"mesh__data": 8}, {"gradients", "statistics"}),
+    night(
       {"mesh__data": 4, "mesh__expert": 2, "dispatch__transport": "capacity"},
       {"dispatch", "combine", "gradients", "statistics"},
     ),

@@ -81,7 +81,7 @@ def run(tmp_path_factory):
   train.main(
     ["--config=quickstart", "--smoke", f"--workdir={folder}", "--config.train.steps=3",
      "--config.train.sample_tokens=0", "--config.train.tensorboard=false",
-     "--config.mesh.data=1", "--config.model.context=64"]
+     "--config.mesh.data=1", "--config.model.context=64", "--config.data.validation_fraction=0"]
   )  # fmt: skip
   yield str(folder)
   jax.config.update("jax_disable_most_optimizations", False)

@@ -20,7 +20,8 @@ from scmoe.training.restore import list_steps, restore_part
 
 QUICK = ("--config=distillation", "--smoke", "--config.train.tensorboard=false",
          "--config.mesh.data=1", "--config.checkpoint.keep=9",
-         "--config.train.sample_tokens=0")  # fmt: skip
+         "--config.train.sample_tokens=0",
+         "--config.data.validation_fraction=0")  # fmt: skip
 
 
 def run(workdir, *argv):
@@ -58,9 +59,11 @@ def test_a_student_says_how_far_it_is_from_its_teacher(root, whole, capsys):
   pinned = json.loads((whole / PINNED).read_text())
   assert (pinned["teacher"], pinned["step"]) == (str(root / "teacher"), 4)
   # Nobody but training needs the teacher: it may be gone.
+  text = root / "a.txt"
+  text.write_text("a line to evaluate\n\n" * 100)
   (root / "teacher").rename(root / "gone")
   try:
-    evaluate.main(["--workdir", str(whole), "--max_batches=1"])
+    evaluate.main(["--workdir", str(whole), "--max_batches=1", f"--data.path={text}"])
   finally:
     (root / "gone").rename(root / "teacher")
   assert "perplexity" in capsys.readouterr().out
@@ -100,6 +103,7 @@ def test_an_inference_checkpoint_teaches_the_same(root, whole):
     run(root / "c", f"--config.train.teacher={root / 'folder'}")
 
 
+@pytest.mark.nightly  # the formula by day: models/test_distillation.py
 def test_a_share_of_nothing_is_training_on_text(root):
   taught = (f"--config.train.teacher={root / 'teacher'}", "--config.train.teacher_share=0")
   run(root / "none", *taught, "--config.train.steps=2")
@@ -175,6 +179,7 @@ def test_a_new_student_takes_the_newest_teacher_again(root, tmp_path, monkeypatc
     run(tmp_path / "student", *taught[:1], "--config.train.steps=3")
 
 
+@pytest.mark.nightly  # through the reader that the next test goes through
 def test_a_run_begins_with_the_newest_step_that_is_left(root, tmp_path, monkeypatch):
   other = Path(shutil.copytree(root / "teacher", tmp_path / "other"))
   removed = removing(monkeypatch, adapters, "restore_part")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 from flax import nnx
 from harness import assert_close
 from jax.sharding import PartitionSpec as P
@@ -207,7 +208,7 @@ def executed(remat="none", overlap=OverlapConfig()):
   return harness.run(graph, params, remat=remat)
 
 
-@pytest.mark.parametrize("remat", ["dots", "moe", "full"])
+@pytest.mark.parametrize("remat", [night("dots"), "moe", night("full")])
 def test_what_is_recomputed_changes_no_gradient(remat):
   harness.assert_same(executed(remat), executed(), rtol=1e-6)
 

@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+from covering import night
 
 from scmoe import evaluate, train
 from scmoe.base.errors import DataError, ScmoeError
@@ -22,7 +23,7 @@ LINES = "".join(f"line {i} of a text about nothing in particular\n\n" for i in r
 def start(workdir, text, steps, *argv):
   fields = {"data.source": "text", "data.path": text, "train.tensorboard": "false",
             "data.cache_dir": workdir.parent / "cache", "train.steps": steps,
-            "train.sample_tokens": 0}  # fmt: skip
+            "train.sample_tokens": 0, "mesh.data": 1}  # fmt: skip
   given = [f"--config.{name}={value}" for name, value in fields.items()]
   train.main(["--config=quickstart", "--smoke", f"--workdir={workdir}", *given, *argv])
 
@@ -44,7 +45,7 @@ def edit(path):
   assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["in memory", "stored"])
+@pytest.mark.parametrize("large", [night(False), True], ids=["in memory", "stored"])
 def test_text_that_changed_between_stop_and_resume_is_refused(tmp_path, monkeypatch, capsys, large):
   monkeypatch.setattr(store, "LARGE", 0 if large else store.LARGE)
   text = tmp_path / "a.txt"
@@ -64,10 +65,12 @@ def test_a_tokenizer_that_changed_between_stop_and_resume_is_refused(tmp_path):
   text, tokenizer = tmp_path / "a.txt", tmp_path / "tokenizer.json"
   text.write_text(LINES)
   tokenizer.write_text(words_tokenizer(["line", "of", "a", "text"]))
-  start(tmp_path / "run", text, 2, f"--config.data.tokenizer={tokenizer}")
+  start(tmp_path / "run", text, 2, f"--config.data.tokenizer={tokenizer}",
+        "--config.data.validation_fraction=0")  # fmt: skip
   tokenizer.write_text(words_tokenizer(["of", "line", "a", "text"]))
   with pytest.raises(DataError, match=r"not those of the checkpoint: .*tokenizer: "):
-    start(tmp_path / "run", text, 3, f"--config.data.tokenizer={tokenizer}")
+    start(tmp_path / "run", text, 3, f"--config.data.tokenizer={tokenizer}",
+          "--config.data.validation_fraction=0")  # fmt: skip
 
 
 def _in_place(path, kind):

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from covering import night
 from training_fakes import bits, trainer
 from workers import Worker, pair
 
@@ -30,7 +31,7 @@ def whole(mesh8, tmp_path_factory):
   return workdir, trainer(mesh8, workdir, steps=STEPS, checkpoint=CHECKPOINT).run()
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kills", [night(2), night(50)])
 def test_killed_at_random_moments_it_ends_bitwise_equal(mesh8, tmp_path, whole, kills):
   """kill -9 anywhere: in a step, in a save, in the start; what is left is always enough."""
   draw, workdir, done = random.Random(kills), tmp_path / "run", []
@@ -55,7 +56,10 @@ def test_killed_at_random_moments_it_ends_bitwise_equal(mesh8, tmp_path, whole, 
   assert not [p for p in (workdir / "checkpoints").iterdir() if "bad" in p.name]
 
 
-def test_a_peer_that_is_killed_ends_the_other_and_leaves_a_good_checkpoint(tmp_path, whole):
+@pytest.mark.parametrize("then", ["one", night("two")], ids="{} processes go on".format)
+def test_a_peer_that_is_killed_ends_the_other_and_leaves_a_good_checkpoint(
+  tmp_path, mesh8, whole, then
+):
   workdir = tmp_path / "run"
   workers = pair(workdir, slow=0.05, heartbeat=10, every=2, train={"steps": STEPS})
   try:
@@ -66,12 +70,15 @@ def test_a_peer_that_is_killed_ends_the_other_and_leaves_a_good_checkpoint(tmp_p
     for worker in workers:
       worker.kill()
   assert list_steps(workdir / "checkpoints"), "what was saved stays"
-  workers = pair(workdir, every=2, train={"steps": STEPS})
-  try:
-    assert [w.end(100) for w in workers] == [0, 0]
-  finally:
-    for worker in workers:
-      worker.kill()
+  if then == "one":
+    trainer(mesh8, workdir, steps=STEPS, checkpoint=CHECKPOINT).run()
+  else:
+    workers = pair(workdir, every=2, train={"steps": STEPS})
+    try:
+      assert [w.end(100) for w in workers] == [0, 0]
+    finally:
+      for worker in workers:
+        worker.kill()
   np.testing.assert_allclose(
     [loss for _, loss in losses(workdir)], [loss for _, loss in losses(whole[0])], rtol=1e-5
   )

@@ -18,7 +18,7 @@ from scmoe.run.config import from_json
 from scmoe.training.restore import list_steps
 
 SMALL = ["--config", "quickstart", "--smoke", "--config.train.tensorboard=false"]
-SMALL += ["--config.train.sample_tokens=0"]
+SMALL += ["--config.train.sample_tokens=0", "--config.mesh.data=1"]
 
 
 class Bomb:

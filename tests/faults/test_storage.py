@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from covering import night
 from test_files import restore, run, saved, setup  # noqa: F401 - fixtures
 from training_fakes import bits, trainer
 from workers import HERE, Worker
@@ -344,7 +345,10 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+OUTPUTS_BY_NIGHT = ("closed", "full")  # of one stream, and of both
+
+
+@pytest.mark.parametrize("name", [night(n) if n in OUTPUTS_BY_NIGHT else n for n in OUTPUTS])
 def test_a_training_run_needs_no_output(tmp_path, name):
   workdir = tmp_path / "run"
   words = json.dumps({"workdir": str(workdir), "train": SMALL | {"header": "Größe …"}})

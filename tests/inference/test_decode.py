@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import by_day_and_night, night
 from flax import nnx
 
 from scmoe.base.errors import ConfigError
@@ -62,18 +63,18 @@ def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64, un
 @pytest.mark.parametrize(
   ("wiring", "style", "moe_every", "unroll"),
   [
-    ("dense", "gpt2", 2, 1),
+    night("dense", "gpt2", 2, 1),
     ("topk", "llama", 1, 1),
-    ("scmoe_pos1", "gpt2", 2, 1),
+    night("scmoe_pos1", "gpt2", 2, 1),
     ("scmoe_pos2", "llama", 2, 1),
     ("scmoe_pos2", "llama", 2, 0),  # written out, each pair with a cache of its own
-    ("scmoe_pos2", "gpt2", 1, 1),
-    ("scmoe_pos3", "gpt2", 2, 1),
+    night("scmoe_pos2", "gpt2", 1, 1),
+    night("scmoe_pos3", "gpt2", 2, 1),
     ("scmoe_pos2_l0", "gpt2", 2, 1),  # the first pair stands outside the scan
-    ("scmoe_pos2_l0", "gpt2", 2, 0),
+    night("scmoe_pos2_l0", "gpt2", 2, 0),
     ("farskip", "gpt2", 2, 1),
-    ("farskip", "llama", 1, 0),
-    ("dgmoe_share", "gpt2", 2, 1),
+    night("farskip", "llama", 1, 0),
+    night("dgmoe_share", "gpt2", 2, 1),
     ("dgmoe_share", "gpt2", 2, 0),
   ],
 )
@@ -130,7 +131,7 @@ def test_a_prompt_does_not_depend_on_its_batch():
 
 @pytest.mark.parametrize(
   ("sizes", "unroll"),
-  [((2, 4, 1), 1), ((1, 2, 2), 1), ((1, 2, 2), 0)],
+  [night((2, 4, 1), 1), night((1, 2, 2), 1), ((1, 2, 2), 0)],
   ids=["data-expert", "expert-tensor", "expert-tensor written out"],
 )
 def test_a_mesh_says_the_same(mesh_of, sizes, unroll):
@@ -180,8 +181,7 @@ def test_draws_follow_the_seed_and_end_at_eos():
   assert draw(0, eos_id=stop) == draw(0)[: draw(0).index(stop)]
 
 
-@pytest.mark.parametrize("unroll", [1, 0])
-@pytest.mark.parametrize("chunk", [1, 3, 50])
+@pytest.mark.parametrize(("unroll", "chunk"), by_day_and_night([1, 0], [1, 3, 50]))
 def test_a_stream_is_the_whole_in_pieces(chunk, unroll):
   model, prompts = make_model(unroll=unroll), [[1, 2, 3], [9, 8]]
   draws = {"max_new_tokens": 11, "seed": 1}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -60,15 +61,17 @@ def on_host(mesh_config=None, int8=False, **options):
   ("way", "size", "prompts", "options"),
   [
     (("blocking", "blocking"), 0, "one", {}),
-    (("early", "early"), 0, "several", {"dtype": "bfloat16"}),
-    (("early", "early"), 0, "one", {}),
-    (("early", "early"), 3, "one", {"dtype": "bfloat16"}),
+    night(("early", "early"), 0, "several", {"dtype": "bfloat16"}),
+    night(("early", "early"), 0, "one", {}),
+    night(("early", "early"), 3, "one", {"dtype": "bfloat16"}),
     (("ring", "early"), 3, "one", {}),
-    (("ring", "blocking"), 8, "several", {}),
+    night(("ring", "blocking"), 8, "several", {}),
     (("ring", "ring"), 0, "several", {}),
     (("early", "early"), 3, "one", {"wiring": "dgmoe_share"}),
-    (("ring", "blocking"), 2, "one", {"wiring": "topk"}),
-    (("early", "early"), 0, "one", {"wiring": "shared_expert", "moe_every": 1, "zero_experts": 2}),
+    night(("ring", "blocking"), 2, "one", {"wiring": "topk"}),
+    night(
+      ("early", "early"), 0, "one", {"wiring": "shared_expert", "moe_every": 1, "zero_experts": 2}
+    ),
   ],
   ids=str,
 )
@@ -93,7 +96,7 @@ def test_the_same_tokens(way, size, prompts, options):
     assert usage.hit_rate <= usage.hit_rate_of("belady")
 
 
-@pytest.mark.parametrize("config", [MeshConfig(2, 4, 1), MeshConfig(1, 2, 2)], ids=str)
+@pytest.mark.parametrize("config", [MeshConfig(2, 4, 1), night(MeshConfig(1, 2, 2))], ids=str)
 def test_the_same_tokens_on_a_mesh(config):
   expected = resident("several", config)
   model, mesh = on_host(config)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 from flax import nnx
 from harness import parts, tiny
 
@@ -42,10 +43,10 @@ def probed(model, *batches) -> Probe:
 
 @pytest.mark.parametrize("fields", [
   {"wiring": "top2", "num_layers": 4},
-  {"wiring": "scmoe_pos2_l0", "num_layers": 4},
+  night({"wiring": "scmoe_pos2_l0", "num_layers": 4}),
   {"wiring": "farskip", "moe_every": 1, "num_layers": 2, "style": "llama", "sliding_window": 2,
    "full_attention_layers": "1"},
-  {"wiring": "scmoe_pos3", "moe_every": 1, "num_layers": 2, "shortcut_norm": "own"},
+  night({"wiring": "scmoe_pos3", "moe_every": 1, "num_layers": 2, "shortcut_norm": "own"}),
   {"wiring": "dgmoe_share"},
   {"wiring": "scmoe_pos2", "style": "llama", "moe_every": 1, "num_layers": 3, "top_k": 2,
    "dense_layers": "1", "zero_experts": 2},

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def plain(style, tokens, asked):
 
 @pytest.mark.parametrize(
   ("style", "axes", "batch_size"),
-  [("gpt2", None, 3), ("gpt2", (2, 4), 4), ("llama", (2, 2, 2), 4)],
+  [("gpt2", None, 3), night("gpt2", (2, 4), 4), ("llama", (2, 2, 2), 4)],
 )
 def test_scores_are_those_of_each_text_alone(style, axes, batch_size, mesh_of):
   model, rng = make_model(style), np.random.default_rng(0)

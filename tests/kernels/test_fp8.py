@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from covering import by_day_and_night
 
 from scmoe.base.compat import gpu_interpret_params, jax_version
 from scmoe.base.errors import ConfigError
@@ -145,8 +146,9 @@ def oracle(x, weights, group_MK, weight_MK, activation):
   return found
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("impl", ["grouped", "batched"])
+@pytest.mark.parametrize(
+  ("activation", "impl"), by_day_and_night(["gelu", "swiglu"], ["grouped", "batched"])
+)
 def test_the_network_of_rounded_operands_and_its_gradient(impl, activation):
   x, weights, c = normal(8, T, D), weights_of(activation, jnp.float32), normal(9, T, D)
   rng = np.random.default_rng(3)

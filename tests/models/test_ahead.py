@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -95,12 +96,15 @@ CASES = {
   "overflow rounds, written out": {"dispatch": OVERFLOWS, "overlap": WRITTEN_OUT},
 }  # fmt: skip
 # What these combine, other cases combine with something else.
-BY_NIGHT = {"recomputed", "overflow rounds, written out"}
+BY_NIGHT = {
+  "pos2", "microbatches, products kept", "microbatches, written out", "microbatches side by side",
+  "dense layers, recomputed", "recomputed", "overflow rounds, written out",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
   "case",
-  [pytest.param(c, marks=[pytest.mark.nightly] if c in BY_NIGHT else []) for c in CASES],
+  [night(case) if case in BY_NIGHT else case for case in CASES],
 )
 def test_the_next_pair_begins_earlier_and_computes_the_same(case):
   (got, loops), (want, plain) = step(True, **CASES[case]), step(False, **CASES[case])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 from one_step import one_step, second_arrays
 
 from scmoe.base.batch import Batch
@@ -115,9 +116,7 @@ def test_the_plain_loss_of_both_models_scores(alone):
   close(scalars["grad_norm"], np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(grads))))
 
 
-@pytest.mark.parametrize(
-  "sizes", [(2, 2, 2), (1, 4, 1), pytest.param((1, 2, 1, 2), marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("sizes", [(2, 2, 2), night((1, 4, 1)), night((1, 2, 1, 2))])
 def test_a_mesh_learns_the_same(alone, sizes):
   _, _, state, scalars = step_on(MeshConfig(*sizes), 2)
   for name in ("objective", "cross_entropy", "divergence", "grad_norm"):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
@@ -164,11 +165,7 @@ def test_a_step_changes_adapters_alone_and_has_no_other_moments(alone):
   [
     # Two devices share each expert, and two each matrix.
     (MeshConfig(1, 4, 2), {}),
-    pytest.param(
-      MeshConfig(2, 2, 1),
-      {"overlap": {"unroll": 0, "flight": 2}, "remat": "full"},
-      marks=pytest.mark.nightly,
-    ),
+    night(MeshConfig(2, 2, 1), {"overlap": {"unroll": 0, "flight": 2}, "remat": "full"}),
   ],
 )
 def test_a_mesh_learns_the_same(alone, mesh, options):

@@ -157,7 +157,7 @@ def test_a_vit_and_its_gradient_are_the_oracles():
 
 SWIN = ModelConfig(
   architecture="swin",
-  vision=VisionConfig(size=8, patch=1, depths="2,2,2", window=2, classes=3),
+  vision=VisionConfig(size=8, patch=1, depths="2,2", window=2, classes=3),
   wiring="scmoe_pos2",
   **SIZES,
 )

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import by_day_and_night
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -333,8 +334,9 @@ def test_weights_after_or_before_the_experts(weights, transport):
   np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("weights", ["after", "before"])
-@pytest.mark.parametrize("transport", ["dropless", "put"])
+@pytest.mark.parametrize(
+  ("weights", "transport"), by_day_and_night(["after", "before"], ["dropless", "put"])
+)
 def test_weights_and_their_gradients_in_rounds(weights, transport, mesh_of):
   # Every token likes expert 0 best, so that one round is not enough.
   x, key = np.abs(draw(4, 8, 4)), draw(4, 8, 4, seed=9)

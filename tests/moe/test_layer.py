@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import pairwise
+from covering import pairs_by_day_and_night
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -72,7 +72,7 @@ def assert_nothing(y, sums, bars):
 
 # Shapes: no sequences, no positions.
 @pytest.mark.parametrize(
-  ("dispatch", "devices", "shape"), pairwise(DISPATCH, [1, 8], [(0, 3), (8, 0)])
+  ("dispatch", "devices", "shape"), pairs_by_day_and_night(DISPATCH, [1, 8], [(0, 3), (8, 0)])
 )
 def test_a_batch_without_tokens(dispatch, devices, shape, mesh8):
   y, sums, bars = layer(dispatch, mesh8 if devices == 8 else None)(np.zeros((*shape, D)))

@@ -91,6 +91,7 @@ def test_a_resumed_run_has_the_same_average(whole, tmp_path):
   assert read_metrics(tmp_path / "cut", "eval") == read_metrics(whole[0], "eval")
 
 
+@pytest.mark.nightly  # by day each is shown alone: here, and in test_state_shares.py
 @pytest.mark.parametrize("mode", ["moments", "parameters"])
 def test_data_ranks_share_it(mode, whole, tmp_path):
   run = run_of()
@@ -120,6 +121,8 @@ def test_it_is_evaluated_beside_the_weights_and_exported(whole, tmp_path):
 
 def test_a_run_without_an_average_says_so(tmp_path):
   run = run_of(steps=1, eval_every=0, eval_batches=1)
+  # An evaluation is a program of its own.
+  run = dataclasses.replace(run, data=dataclasses.replace(run.data, validation_fraction=0.0))
   plain = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, ema=0.0))
   train(plain, tmp_path / "plain")
   said = r"was trained with optimizer\.ema=0 and has no average of its weights"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -108,9 +109,8 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize(
   "mesh",
-  [pytest.param("data and expert", marks=pytest.mark.nightly), "all three",
-   "two devices share an expert"],
-)  # fmt: skip
+  [night("data and expert"), night("all three"), "two devices share an expert"],
+)
 def test_a_mesh_gives_the_gradients_of_one_device(mesh):
   assert_same(run(mesh), run("one"))
 
@@ -121,7 +121,7 @@ def test_the_norm_is_that_of_all_gradients():
   assert norm == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.parametrize("mesh", ["data and expert", "two devices share an expert"])
+@pytest.mark.parametrize("mesh", ["data and expert", night("two devices share an expert")])
 def test_skewed_routing_drops_nothing_in_a_step(mesh):
   """Without a row to spare in the buffers: overflow rounds take what is left."""
   got = run(mesh, dispatch=DROPLESS)
@@ -131,6 +131,7 @@ def test_skewed_routing_drops_nothing_in_a_step(mesh):
   assert (sums.rounds > sums.shards).all(), "some exchange needs more than one round"
 
 
+@pytest.mark.nightly  # by day test_any_split.py, without drops
 def test_microbatches_add_up_to_one_batch():
   quiet = RouterConfig(balance_loss=0.0)  # a balancing loss is none of the single tokens
   options = {"router": quiet, "uneven": False}
@@ -140,7 +141,7 @@ def test_microbatches_add_up_to_one_batch():
 
 @pytest.mark.parametrize(
   ("mesh", "flight"),
-  [("data and expert", 2), ("one", 4), pytest.param("one", 2, marks=pytest.mark.nightly)],
+  [("data and expert", 2), night("one", 4), night("one", 2)],
 )
 def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, flight):
   """With drops, noise and what every microbatch reports."""
@@ -155,10 +156,10 @@ def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, flight
   # All pairs of values, but for a flight on the mesh: exchanges that wait for nothing meet in any
   # order on simulated devices.
   [
-    pytest.param("one", 1, 1, marks=pytest.mark.nightly),  # also in models/test_stacked.py
+    night("one", 1, 1),  # also in models/test_stacked.py
     ("one", 4, 2),
-    ("data and expert", 1, 1),
-    ("data and expert", 4, 1),
+    night("data and expert", 1, 1),  # on a mesh by day: test_state_shares.py
+    night("data and expert", 4, 1),
   ],
 )
 def test_layers_written_out_have_the_gradients_of_the_scan(mesh, microbatches, flight, monkeypatch):

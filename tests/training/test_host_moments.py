@@ -92,6 +92,7 @@ def test_the_steps_are_the_same_bit_for_bit():
   assert all(map(lies_on_host, jax.tree.leaves(own.abstract_state().opt_state)[1:]))
 
 
+@pytest.mark.nightly  # by day AdamW, and Muon on the device in test_state_shares.py
 def test_muon_and_shared_parameters_step_as_on_the_device():
   """Muon's rules divide the parameters, and with `parameters` ranks gather what they read.
 

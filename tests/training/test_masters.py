@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 
 from scmoe.base.errors import Preempted
 from scmoe.parallel.mesh import MeshConfig
@@ -59,7 +60,7 @@ class Away:
 
 @pytest.mark.parametrize(
   ("tokens", "mesh"),
-  [(0, MeshConfig(data=1)), (4, MeshConfig(data=2, expert=2))],
+  [night(0, MeshConfig(data=1)), (4, MeshConfig(data=2, expert=2))],
   ids=["one microbatch", "four"],
 )
 def test_steps_are_those_of_cast_parameters(tokens, mesh):

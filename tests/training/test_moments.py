@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import night
 
 from scmoe.base.errors import ConfigError, Preempted
 from scmoe.parallel.mesh import MeshConfig
@@ -114,7 +115,7 @@ def test_all_that_is_kept_of_a_parameter_is_narrow(name):
 
 
 # With Muon, AdamW keeps the moments of what is no matrix.
-@pytest.mark.parametrize("name", ["muon", pytest.param("adamw", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["muon", night("adamw")])
 def test_devices_that_hold_the_same_draw_the_same(name):
   mesh = MeshConfig(data=2, expert=2, tensor=2)
   run = smoke(mesh=mesh, name=name).resolve(num_devices=8, vocab_size=257)
@@ -135,7 +136,7 @@ def test_devices_that_hold_the_same_draw_the_same(name):
   assert twice, "no narrow moment is held twice"
 
 
-@pytest.mark.parametrize("name", ["muon", pytest.param("adamw", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["muon", night("adamw")])
 def test_stopped_and_resumed_bitwise(tmp_path, name):
   whole = train(smoke(name=name, steps=4), tmp_path / "whole")
   with pytest.raises(Preempted):
@@ -145,7 +146,7 @@ def test_stopped_and_resumed_bitwise(tmp_path, name):
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("other", [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("other", [("float32", "bfloat16"), night(("bfloat16", "float32"))])
 def test_a_run_may_change_them_when_it_says_so(tmp_path, other):
   with pytest.raises(Preempted):
     train(smoke(other[0], steps=4, stop_after=2), tmp_path)

@@ -12,6 +12,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from covering import night
 from training_fakes import trainer
 from workers import Worker, pair
 
@@ -35,7 +36,11 @@ def reference(mesh8, tmp_path_factory):
   return losses(workdir)
 
 
-def test_terminated_and_killed_again_and_again_ends_bitwise_equal(tmp_path, mesh8, reference):
+# (step, milliseconds after it) of each kill.
+@pytest.mark.parametrize("kills", [((10, 0),), night(((10, 0), (15, 20)))], ids=len)
+def test_terminated_and_killed_again_and_again_ends_bitwise_equal(
+  tmp_path, mesh8, reference, kills
+):
   workdir = tmp_path / "run"
   first = Worker(workdir, slow=0.05)
   first.wait_for("batch 3\n")
@@ -45,7 +50,7 @@ def test_terminated_and_killed_again_and_again_ends_bitwise_equal(tmp_path, mesh
   assert re.search(r"Preempted: stopped at step [345] of 20 and saved; run the same", message)
   assert "Traceback" not in message
   stopped = list_steps(workdir / "checkpoints")
-  for step, milliseconds in ((10, 0), (15, 20)):
+  for step, milliseconds in kills:
     killed = Worker(workdir, slow=0.03)
     killed.wait_for(f"batch {step}\n")  # its checkpoint has just been started
     time.sleep(milliseconds / 1000)
@@ -102,6 +107,7 @@ def test_two_processes_stop_together_and_equal_one(tmp_path, reference):
   )
 
 
+@pytest.mark.nightly  # by day test_search.py, in one process
 def test_two_processes_search_together_and_decide_once(tmp_path, reference):
   """Every program with process 0's profile, one decision, the losses of a run without a search."""
   workdir = tmp_path / "run"

@@ -142,7 +142,7 @@ def divided(way, parts=2, **axes):
   return MeshConfig(**({"data": 1} | axes), sequence=parts, sequence_attention=way)
 
 
-NOW = [("ring", "dense"), ("ring", "top2"), ("heads", "latent")]
+NOW = [("ring", "top2"), ("heads", "latent")]
 OTHERS = [(way, name) for way in ("ring", "heads") for name in MODELS if (way, name) not in NOW]
 
 

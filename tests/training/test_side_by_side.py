@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from covering import night
 
 from scmoe.base.errors import ConfigError, NonFiniteError, Preempted
 from scmoe.models.vision.augment import AugmentConfig
@@ -57,7 +58,7 @@ def same_state(found, wanted):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("config", ["shapes_vit", "quickstart"])
+@pytest.mark.parametrize("config", [night("shapes_vit"), "quickstart"])
 def test_seeds_are_the_runs_that_each_is_alone(config, tmp_path, capsys):
   alone = [train(run_of(config, seed), tmp_path / f"alone-{seed}") for seed in SEEDS]
   asked = [(run_of(config, seed, stop_after=2), tmp_path / f"beside-{seed}") for seed in SEEDS]

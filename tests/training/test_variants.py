@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from covering import night
 
 from scmoe.base.errors import ConfigError
 from scmoe.data import open_data
@@ -58,18 +59,22 @@ def batch(run, built):
   return jax.tree.map(lambda a: jax.device_put(a[None], sharding), rows)
 
 
-def test_results_do_not_depend_on_r_and_chunks(steps, fresh, batch):
+@pytest.mark.parametrize(
+  "way",
+  [Variant(adaptive_r=2, chunks=2), night(Variant(transport="packed")),
+   night(Variant(schedule="mlp 0", order="barriers"))],
+  ids=str,
+)  # fmt: skip
+def test_results_do_not_depend_on_r_and_chunks(steps, fresh, batch, way):
   results = []
-  ways = [Variant(), Variant(adaptive_r=2, chunks=2), Variant(transport="packed")]
-  ways.append(Variant(schedule="mlp 0", order="barriers"))
-  for variant in ways:
+  for variant in (Variant(), way):
     state = fresh()
     for _ in range(2):
       state, scalars, _ = steps(state, batch, variant)
     results.append((float(scalars["loss"]), jax.tree.map(np.asarray, state.params)))
-  for loss, params in results[1:]:
-    assert loss == pytest.approx(results[0][0], rel=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), params, results[0][1])
+  (want, wanted), (loss, params) = results
+  assert loss == pytest.approx(want, rel=1e-5)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), params, wanted)
 
 
 def test_switching_in_one_run_compiles_each_variant_once(steps, fresh, batch):

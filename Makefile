@@ -2,8 +2,8 @@
 # make test      fresh machine -> environment with the test tools, then the tests
 # make check     format, lint, types, import direction: before every commit
 # make docs      build/docs/index.html: these pages and the API; a dead link fails
-# make faults    what takes long: kill -9 fifty times, a soak of 20,000 steps, combinations that
-#                `make test` leaves out; for the night
+# make nightly   what takes long: the combinations that `make test` leaves out, kill -9 fifty times,
+#                a soak of 20,000 steps
 # make gpu-test  the tests that need a GPU
 # make bench-check  benchmarks beside the committed figures of the same hardware; names what got slower
 # make bench     kernel benchmarks on this machine's GPU
@@ -25,7 +25,7 @@ STAMP_NAME := $(shell cat requirements.txt requirements-dev.txt | cksum | cut -d
 RUN_STAMP := $(VENV)/.run-$(STAMP_NAME)
 DEV_STAMP := $(VENV)/.dev-$(STAMP_NAME)
 
-.PHONY: train test check docs format faults gpu-test bench bench-check clean
+.PHONY: train test check docs format nightly gpu-test bench bench-check clean
 .DEFAULT_GOAL := train
 
 $(RUN_STAMP):
@@ -60,7 +60,7 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-faults: $(DEV_STAMP)
+nightly: $(DEV_STAMP)
 	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile -m "nightly" tests
 
 # Compilation takes most of the time: processes beside each other share one GPU.

@@ -24,6 +24,9 @@ RUN += [("quickstart", wiring) for wiring in WIRINGS]
 TRACED = [(name, wiring) for name in config_names() for wiring in ("", *WIRINGS)]
 TRACED = [case for case in TRACED if case not in RUN]
 BY_DAY = set(zip(config_names(), itertools.cycle(WIRINGS)))
+# Made small they are others' like, or other tests run them: `gpt2_moe_medium` and `llama2_moe`,
+# `finetune_small`, test_teacher.py, test_vision.py.
+RUN_BY_NIGHT = {"gpt3_moe_xl", "finetune_lora", "distillation", "cifar10_swin"}
 
 
 @functools.cache
@@ -64,7 +67,9 @@ def test_every_config_with_every_wiring_has_a_loss(name, wiring):
 
 
 @pytest.mark.each_jax
-@pytest.mark.parametrize(("name", "wiring"), RUN)
+@pytest.mark.parametrize(
+  ("name", "wiring"), [night(*case) if case[0] in RUN_BY_NIGHT else case for case in RUN]
+)
 def test_one_step(name, wiring):
   run = smoke(name, wiring)
   built, function, (params, _) = loss_of(run)

@@ -15,12 +15,14 @@ from jax import Array
 
 from scmoe.base.output import warn
 from scmoe.base.sizes import elapsed
+from scmoe.base.stored import StoredError
 from scmoe.training.console import Bar, console_line
 from scmoe.training.distributed import from_all_processes, is_first
+from scmoe.training.goodput import START, Goodput, goodput
 from scmoe.training.health import CollapseAlarm
 from scmoe.training.interfaces import Trainable
 from scmoe.training.meters import Means, Meter, memory_in_use
-from scmoe.training.metrics import Metrics, short_lists
+from scmoe.training.metrics import Metrics, metrics_by_kind, short_lists
 from scmoe.training.vitals import Vitals, stragglers
 
 
@@ -44,9 +46,12 @@ class Journal:
     self._metrics: Metrics | None = None  # on process 0, from `open` on
     self._vitals = Vitals(workdir, jax.process_index())
     self._alarm = CollapseAlarm(built.train.collapse_steps)
+    self._began = time.time()
 
   def open(self, step: int) -> None:
     """Opens the outputs, removes figures of steps after `step` from them, and shows the progress.
+
+    Writes a line of kind `start` to metrics.jsonl. A run that resumes prints its goodput so far.
 
     Args:
       step: optimizer steps that the run has done.
@@ -59,7 +64,11 @@ class Journal:
         trackers=self._train.trackers,
         config=self._built.config,
       )
+      started = {"time": self._began, "devices": self._built.mesh.size}
+      self._metrics.file.write(step, started, START)
     self._bar = Bar(step, self._train.steps, shown=is_first())
+    if step and (spent := self._spent()):
+      self.say(spent.words)
 
   def close(self) -> None:
     """Removes the progress bar and closes the files."""
@@ -167,18 +176,33 @@ class Journal:
         warn(slow)
 
   def sum_up(self, step: int) -> None:
-    """Prints the last lines of a run that is done: time per step, peak memory, folder.
+    """Prints the last lines of a run that is done: time per step, goodput, peak memory, folder.
 
-    Time and memory are left out where they are unknown. They are also written to metrics.jsonl, as
-    a line of kind `end`.
+    What is unknown is left out. The figures are also written to metrics.jsonl, as a line of kind
+    `end`.
     """
     median, late = self._meter.percentiles()
     if math.isfinite(median):
       self.say(f"seconds per step: median {median:.3g}, 99th percentile {late:.3g}")
+    if spent := self._spent():
+      self.say(spent.words)
     memory = memory_in_use()
     if "device_memory_bytes" in memory:
       self.say(f"peak memory of a device: {memory['device_memory_bytes'] / 2**30:.2f} GiB")
     if self._metrics is not None:
       timed = {"median_seconds_per_step": median, "p99_seconds_per_step": late}
+      if spent:
+        timed |= {"goodput": spent.share, "trained_seconds": spent.trained}
+        timed["wall_seconds"] = spent.wall
       self._metrics.write(step, timed | memory, "end")
     self.say(f"done: {step} steps; everything is in {self._workdir}")
+
+  def _spent(self) -> Goodput | None:
+    """The run's goodput up to now, on process 0; None if metrics.jsonl does not tell it."""
+    if self._metrics is None:
+      return None
+    try:
+      kinds = metrics_by_kind(self._workdir)
+    except (OSError, StoredError):
+      return None
+    return goodput(kinds.get(START, []), kinds.get("train", []), time.time())

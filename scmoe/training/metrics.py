@@ -115,7 +115,7 @@ def _ends_a_line(file: BinaryIO) -> bool:
 
 
 def read_metrics(workdir: str | os.PathLike[str], kind: str = "train") -> list[dict[str, Any]]:
-  """Lines of one kind (train, eval, hosts or end) of a run's metrics.jsonl, oldest first.
+  """Lines of one kind (train, eval, hosts, start or end) of a run's metrics.jsonl, oldest first.
 
   Raises:
     FileNotFoundError: there is no such file.

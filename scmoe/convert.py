@@ -3,11 +3,13 @@
   python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/olmoe
   python -m scmoe.convert --workdir runs/olmoe --to exports/olmoe
   python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/a --upcycle wiring=scmoe_pos2
+  python -m scmoe.convert --from runs/top2 --workdir runs/b --upcycle wiring=farskip
   python -m scmoe.convert --workdir runs/a --inference exports/a --dtype int8
 
 Reads and writes model folders in the layout of Hugging Face transformers: config.json, safetensors,
 tokenizer.json, and the files that say how texts begin and end. --from makes the model step 0 of a
-run, in the types of its tensors, for scmoe.evaluate, scmoe.generate and scmoe.train.
+run, in the types of its tensors, for scmoe.evaluate, scmoe.generate and scmoe.train. With
+--upcycle it begins a run of another architecture, from a released model or from a run.
 Families: OLMoE, Mixtral, Granite-MoE, Qwen3-MoE, DeepSeek-V2 and V3, GLM-4.5, LongCat-Flash,
 GPT-OSS, the text part of Llama-4, and Llama, Mistral and Qwen3 as sources of experts. A run that
 none of them can express leaves with its own code, which transformers runs with
@@ -24,9 +26,10 @@ from scmoe.pretrained.imported import import_model
 from scmoe.run.command_line import HELP, Flag, check_environment, help_text, parse
 from scmoe.run.exported import export_inference, export_model
 from scmoe.run.names import check_workdir
+from scmoe.run.upcycled import is_run, upcycle_run
 
 FLAGS = (
-  Flag("from", str, "", "folder of a released model to read"),
+  Flag("from", str, "", "folder of a released model to read, or with --upcycle of a run"),
   Flag("to", str, "", "folder to write the run's model to; must not exist yet"),
   Flag(
     "inference",
@@ -35,8 +38,8 @@ FLAGS = (
     "folder to write the run's model to, for --model of other commands; must not exist yet",
   ),
   Flag("workdir", str, "", "folder of the run", required=True),
-  Flag("step", int, -1, "with --to, --inference: step of the checkpoint; -1: the newest"),
-  Flag("ema", bool, False, "with --to, --inference: the moving average of the weights instead"),
+  Flag("step", int, -1, "step of the checkpoint of the run that is read; -1: the newest"),
+  Flag("ema", bool, False, "of the run that is read: the moving average of the weights instead"),
   Flag(
     "dtype",
     str,
@@ -74,14 +77,16 @@ def main(argv: list[str]) -> None:
       "FOLDER to write a folder for inference"
     )
   workdir = check_workdir(values["workdir"])
-  if values["from"] and values["ema"]:
-    raise ConfigError("--ema goes with --to and --inference; a released model has no average")
+  step = None if values["step"] < 0 else values["step"]
   if values["from"]:
     options = {"mesh": values["mesh"], "upcycle": values["upcycle"]}
+    if is_run(source := expanded(values["from"], "--from")):
+      return print(upcycle_run(source, workdir, step=step, ema=values["ema"], **options))
+    if values["ema"] or step is not None:
+      raise ConfigError("--ema and --step are of a run; a released model has neither")
     return print(import_model(values["from"], workdir, **options))
   if values["upcycle"]:
-    raise ConfigError("--upcycle goes with --from: it starts a run from a released model")
-  step = None if values["step"] < 0 else values["step"]
+    raise ConfigError("--upcycle goes with --from: it starts a run from another model")
   options = {"step": step, "dtype": values["dtype"], "mesh": values["mesh"], "ema": values["ema"]}
   write = export_model if values["to"] else export_inference
   flag = "to" if values["to"] else "inference"

@@ -43,7 +43,7 @@ RANKS = [
   ("run.dry_run", "run.controls"),
   ("run.benchmark", "pretrained", "run.summary", "run.generation_flags"),
   ("run.opened",),
-  ("run.tasks", "run.teacher", "run.base", "run.exported", "run.session"),
+  ("run.tasks", "run.teacher", "run.base", "run.exported", "run.upcycled", "run.session"),
   ("bench",),
   (
     "train",

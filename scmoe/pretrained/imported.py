@@ -10,16 +10,18 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax import Array
 
 from scmoe.base.errors import ConfigError, DataError, StorageError
 from scmoe.base.sizes import number, size_of
 from scmoe.base.stored import write_json
 from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
+from scmoe.models.config import ModelConfig
 from scmoe.models.flops import count_parameters
 from scmoe.pretrained.conventions import (
   check_kept,
@@ -33,7 +35,7 @@ from scmoe.pretrained.folder import CONFIG
 from scmoe.pretrained.header import LIMITS, read_object, read_text
 from scmoe.pretrained.released import Released, open_released
 from scmoe.pretrained.stream import flat, leaves_of, nested
-from scmoe.pretrained.upcycle import fill, plan
+from scmoe.pretrained.upcycle import Upcycling, fill, plan
 from scmoe.run import build
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
@@ -61,8 +63,7 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     StorageError: the run cannot be written.
   """
   started = time.monotonic()
-  if list_steps(workdir / FOLDER):
-    raise ConfigError(f"--workdir={str(workdir)!r} has a run already; give a new folder")
+  check_new(workdir)
   released = open_released(path, mesh=mesh)
   run, tokenizer = released.built.run, _tokenizer(released)
   if tokenizer is not None:
@@ -75,8 +76,7 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     run = dataclasses.replace(run, model=planned.model, router=planned.router)
     run = run.resolve(num_devices=jax.device_count(), vocab_size=0)
     built = build.build(run, list(built.mesh.devices.flat))
-  there, origin = workdir.exists(), _origin(released)
-  workdir = prepare_workdir(workdir)
+  origin = _origin(released)
 
   def describe() -> None:
     """Writes the run's descriptive files, after all tensors are read and before the step exists."""
@@ -86,29 +86,42 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
       write_json(workdir / SOURCE, origin)
     write_json(workdir / "config.json", built.config)
 
-  # The lock comes first, so that a folder in which another process works is never removed.
-  with RunLock(workdir), _removed_on_failure(workdir, there):
-    keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
-    try:
-      if planned is None and jax.process_count() == 1:
-        keeper.save_pieces(0, *released.pieces(), {}, _meta(built), describe)
-      else:
-        leaves = dict(released.leaves())
-        if planned is not None:
-          fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
-          leaves, begun = fill(leaves, leaves_of(built), fresh, planned)
-        like = {"params": built.shapes, "router": built.router_shapes}
-        state = nested(leaves, like if built.router_shapes else {"params": built.shapes})
-        describe()
-        keeper.save_now(0, state, {}, _meta(built))
-    finally:
-      keeper.close()
+  with new_run(workdir) as keeper:
+    if planned is None and jax.process_count() == 1:
+      keeper.save_pieces(0, *released.pieces(), {}, _meta(built), describe)
+    else:
+      leaves = dict(released.leaves())
+      if planned is not None:
+        leaves, begun = upcycled(leaves, built, planned)
+      describe()
+      save_start(keeper, built, leaves)
   seconds = time.monotonic() - started
   said = _report(released, workdir, seconds, tokenizer is not None)
-  if upcycle:
-    said += f"\n{run.model.wiring}, upcycled; parameters that are not copies from the same layer:"
-    said += "".join(f"\n  {name.removeprefix('params.')}: {how}" for name, how in begun.items())
-  return said
+  return f"{said}\n{said_of(run.model, begun)}" if upcycle else said
+
+
+def upcycled(
+  leaves: Mapping[str, Array], built: build.Built, planned: Upcycling
+) -> tuple[dict[str, Array], dict[str, str]]:
+  """`scmoe.pretrained.upcycle.fill` for a built run; what it draws, it draws from seed 0."""
+  fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
+  return fill(leaves, leaves_of(built), fresh, planned)
+
+
+def said_of(model: ModelConfig, begun: Mapping[str, str]) -> str:
+  """Lines for the user: each parameter that `fill` did not copy as it was, and how it begins."""
+  if not begun:
+    return f"{model.wiring}, upcycled: every parameter is a copy"
+  lines = [f"{model.wiring}, upcycled; parameters that are not copies from the same layer:"]
+  lines += [f"  {name.removeprefix('params.')}: {how}" for name, how in begun.items()]
+  return "\n".join(lines)
+
+
+def save_start(keeper: Checkpointer, built: build.Built, leaves: dict[str, Array]) -> None:
+  """Writes parameters and router state, by dotted name, as step 0 of a run."""
+  like = {"params": built.shapes, "router": built.router_shapes}
+  state = nested(leaves, like if built.router_shapes else {"params": built.shapes})
+  keeper.save_now(0, state, {}, _meta(built))
 
 
 def _origin(released: Released) -> dict[str, Any]:
@@ -152,15 +165,39 @@ def source_of(workdir: Path) -> dict[str, Any]:
   return source
 
 
+def check_new(workdir: Path) -> None:
+  """Checks that a folder has no run yet.
+
+  Raises:
+    ConfigError: it has one.
+  """
+  if list_steps(workdir / FOLDER):
+    raise ConfigError(f"--workdir={str(workdir)!r} has a run already; give a new folder")
+
+
 @contextlib.contextmanager
-def _removed_on_failure(folder: Path, there: bool) -> Iterator[None]:
-  """Deletes a folder if the block fails; `there` (it existed before) prevents that."""
-  try:
-    yield
-  except BaseException:
-    if not there:
-      shutil.rmtree(folder, ignore_errors=True)
-    raise
+def new_run(workdir: Path) -> Iterator[Checkpointer]:
+  """Locks a new run's folder and opens its checkpoints; a failure in the block deletes the folder.
+
+  A folder that existed before stays.
+
+  Raises:
+    StorageError: the folder cannot be written.
+  """
+  there = workdir.exists()
+  workdir = prepare_workdir(workdir)
+  # The lock comes first, so that a folder in which another process works is never removed.
+  with RunLock(workdir):
+    try:
+      keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
+      try:
+        yield keeper
+      finally:
+        keeper.close()
+    except BaseException:
+      if not there:
+        shutil.rmtree(workdir, ignore_errors=True)
+      raise
 
 
 def _meta(built: build.Built) -> dict[str, Any]:

@@ -7,7 +7,9 @@ output is added one attention later. The source's last MoE is dropped. Layer 0 k
 own MoE whose down projection is zero, so that it adds nothing at first. Under other wirings, or if
 the source has a shared expert, each MoE stays in its layer and reads another value than in the
 source. The norm of the shortcut starts as a copy of the norm before the source's experts. A shared
-expert that the source does not have starts with a down projection of zeros.
+expert that the source does not have starts with a down projection of zeros, and its output is added
+with `model.mix=direct`. A source's own shared expert, with its mix, stays as it is. If the source
+has the wiring already, every parameter is a copy.
 
 From a dense model to a MoE (sparse upcycling, arXiv 2212.05055). Every expert starts as a copy of
 its layer's MLP. Under `topk` with weights that add up to 1, the new model computes the same
@@ -31,7 +33,7 @@ from scmoe.models.config import ModelConfig
 from scmoe.moe.options import RouterConfig
 
 _KEYS = ("wiring", "experts", "top_k")
-_MLP, _MOE = "params.stages.units.0.blocks.0.mlp.", "params.stages.moe."
+_UNIT, _MOE = "params.stages.units.0.", "params.stages.moe."
 _EXPERTS = _MOE + "experts."
 
 
@@ -43,12 +45,16 @@ class Upcycling(NamedTuple):
     from_dense: whether the source is a dense model.
     moves: whether every MoE moves to the next layer, where it reads the same value as in the
       source.
+    norm: name in a unit of the norm that the new `own_norm` copies.
+    norm_of_layer_before: whether it is that of the layer before.
   """
 
   model: ModelConfig
   router: RouterConfig
   from_dense: bool
   moves: bool = False
+  norm: str = ""
+  norm_of_layer_before: bool = False
 
 
 def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
@@ -79,35 +85,65 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
   if wiring not in WIRINGS or not WIRINGS[wiring].taps or WIRINGS[wiring].units_per_moe > 1:
     names = ", ".join(n for n, w in WIRINGS.items() if w.taps and w.units_per_moe == 1)
     raise ConfigError(f"--upcycle: wiring={wiring!r} is not supported; one of: {names}")
-  from_dense = not model.wiring_rule.taps
+  if wiring == model.wiring and not numbers:
+    return Upcycling(model, router, from_dense=False)
+  old = model.wiring_rule
+  from_dense = not old.taps
   if from_dense != ("experts" in given):
     need = "has no experts: add experts=N" if from_dense else "has experts already: leave experts"
     raise ConfigError(f"--upcycle={text!r}: the source {need}")
-  if model.wiring_rule.shared_expert and not WIRINGS[wiring].shared_expert:
+  if len(old.taps) > 1 or old.units_per_moe > 1:
+    raise ConfigError(
+      f"--upcycle={text!r}: the source has model.wiring={model.wiring!r}, whose experts serve "
+      "several gatings or units; give a source with one gating a layer, e.g. topk"
+    )
+  if old.shared_expert and not WIRINGS[wiring].shared_expert:
     raise ConfigError(
       f"--upcycle: wiring={wiring!r} has no place for the shared expert of the source; use "
-      "scmoe_pos1, scmoe_pos2 or scmoe_pos3"
+      "scmoe_pos1, scmoe_pos2, scmoe_pos3 or farskip"
     )
-  changes: dict[str, Any] = {"wiring": wiring, "mix": "direct"}
-  if WIRINGS[wiring].is_shortcut:
+  changes: dict[str, Any] = {"wiring": wiring}
+  if not old.shared_expert:
+    changes["mix"] = "direct"
+  if WIRINGS[wiring].is_shortcut and (not old.is_shortcut or model.shortcut_norm == "shared"):
     changes["shortcut_norm"] = "own"
   if from_dense:
     hidden = model.mlp_hidden
-    changes |= {"num_experts": numbers["experts"], "moe_every": 1}
+    changes["num_experts"] = numbers["experts"]
     changes |= {"expert_hidden": hidden, "shared_hidden": hidden}
     changes["top_k"] = numbers.get("top_k", min(2, numbers["experts"]))
     k = WIRINGS[wiring].routed_per_gating(changes["top_k"])
     router = dataclasses.replace(router, normalise=k > 1, balance="gshard", balance_loss=0.01)
-  elif "top_k" in numbers:
-    changes["top_k"] = numbers["top_k"]
-  if not from_dense and not model.wiring_rule.shared_expert:
+  else:
+    changes["top_k"] = numbers.get("top_k", old.routed_per_gating(model.top_k))
+  if not from_dense and not old.shared_expert:
     changes["shared_hidden"] = model.expert_hidden
   new = dataclasses.replace(model, **changes).resolve()
-  rule, plain = new.wiring_rule, model.wiring_rule.taps == (Tap.CURRENT,)
+  rule, plain = new.wiring_rule, old.taps == (Tap.CURRENT,)
   handed = rule.taps == (Tap.ATTENTION,) and is_handed_over(Tap.ATTENTION, new.moe_every)
   # A source's shared expert stays in its layer, so the routed experts beside it stay too.
-  moves = plain and handed and not model.wiring_rule.shared_expert and new.num_pairs > 1
-  return Upcycling(new, router, from_dense, moves and not new.dense_indices)
+  moves = plain and handed and not old.shared_expert and new.num_pairs > 1
+  norm, older = _norm_before_experts(model)
+  moves = moves and not new.dense_indices
+  return Upcycling(new, router, from_dense, moves, norm, older or moves)
+
+
+def _norm_before_experts(model: ModelConfig) -> tuple[str, bool]:
+  """The norm through which a model's experts, or a dense model's last MLPs, read their input.
+
+  Only for models without `own_norm`.
+
+  Returns:
+    its name in a unit, e.g. "blocks.1.norm_mlp", and whether it is the one of the layer before.
+  """
+  last, rule = model.moe_every - 1, model.wiring_rule
+  tap = rule.taps[0] if rule.taps else Tap.CURRENT
+  if tap is Tap.CURRENT or rule.skips:
+    return f"blocks.{last}.norm_mlp", False
+  if tap is Tap.BLOCK_OUTPUT:
+    return f"blocks.{last}.norm_attention", False
+  name = "norm_mlp" if tap is Tap.ATTENTION else "norm_attention"
+  return f"blocks.{max(last - 1, 0)}.{name}", is_handed_over(tap, model.moe_every)
 
 
 def fill(
@@ -129,9 +165,10 @@ def fill(
   begun: dict[str, str] = {}
   drawn: list[str] = []
   shared, last = of.model.wiring_rule.shared_expert, of.model.moe_every - 1
-  shared_down = f"params.stages.units.0.blocks.{last}.mlp.down"
+  mlp, own_norm = f"{_UNIT}blocks.{last}.mlp.", f"{_UNIT}own_norm."
   for name, shape in shapes.items():
-    if of.moves and name.startswith(_MOE):
+    of_layers = name.startswith(_MOE) or (name.startswith("router.") and shape.ndim > 1)
+    if of.moves and of_layers and name in source:
       silent = name.startswith(_EXPERTS + "down")
       found[name] = _moved(source[name], shape, 0.0 if silent else 1.0)
       first = "zeros" if silent else "its own"
@@ -139,17 +176,16 @@ def fill(
     elif _same(source.get(name), shape):
       found[name] = source[name]
     elif of.from_dense and name.startswith(_EXPERTS):
-      origin = source[_MLP + name.removeprefix(_EXPERTS)]
-      silent = shared and name.endswith(".down")
+      origin = source[mlp + name.removeprefix(_EXPERTS)]
+      silent = shared and name.startswith(_EXPERTS + "down")
       found[name] = _repeated(origin, shape, 0.0 if silent else 1.0)
       begun[name] = "zeros" if silent else "the layer's MLP, copied to every expert"
-    elif name == shared_down:
+    elif name == mlp + "down":
       found[name], begun[name] = _zeros(shape), "zeros, so that it adds nothing at first"
-    elif name.endswith("own_norm.scale"):
-      block = f"blocks.{last}.norm_mlp.scale"
-      origin = source[name.replace("own_norm.scale", block)]
-      found[name] = _moved(origin, shape, 1.0) if of.moves else origin
-      where = " of the layer before" if of.moves else ""
+    elif name.startswith(own_norm):
+      origin = source[f"{_UNIT}{of.norm}.{name.removeprefix(own_norm)}"]
+      found[name] = _moved(origin, shape, 1.0) if of.norm_of_layer_before else origin
+      where = " of the layer before" if of.norm_of_layer_before else ""
       begun[name] = f"the norm before the experts{where}"
     elif name.startswith("router."):
       found[name], begun[name] = _zeros(shape), "zeros"

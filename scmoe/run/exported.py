@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,15 @@ from scmoe.pretrained.inference_files import (
 )
 from scmoe.pretrained.names import Tensor, tensors
 from scmoe.pretrained.own_files import CARD, card, text_files
-from scmoe.pretrained.stream import flat, leaves_of, unload
+from scmoe.pretrained.stream import leaves_of, unload
 from scmoe.run import build, placement
-from scmoe.run.adapters import restore_weights
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
-from scmoe.run.opened import Stored, check_average, open_run
+from scmoe.run.opened import Stored, open_run, weights_of
 from scmoe.run.text import load_tokenizer
 from scmoe.training.card import read_card
 from scmoe.training.meters import memory_in_use
-from scmoe.training.restore import restore_stored, with_newest
-
-_PARAMS = re.compile(r"^params\.")
+from scmoe.training.restore import with_newest
 
 
 def export_model(
@@ -72,7 +68,7 @@ def export_model(
     run = placement.on_mesh(stored.run, mesh)
     built = build.build(run)
     config, listed = _planned(run, source.get("family", ""), leaves_of(built))
-    return stored, config, listed, _restored(workdir, stored.run, built, stored.step, ema)
+    return stored, config, listed, weights_of(workdir, stored.run, built, stored.step, ema)
 
   stored, config, listed, leaves = with_newest(opened_step, step)
   run, family = stored.run, config["model_type"]
@@ -114,37 +110,6 @@ def export_model(
     + f"({len(names)} file{'s' if len(names) > 1 else ''})"
     + (f"; transformers runs its {own.CODE} with trust_remote_code=True" * (family == own.FAMILY))
   )
-
-
-def _restored(
-  workdir: Path, run: RunConfig, built: build.Built, step: int, ema: bool
-) -> dict[str, Array]:
-  """Parameters, or their average, and router state by dotted name; adapters are merged.
-
-  The average has the names of the parameters.
-
-  Args:
-    workdir, step: of the checkpoint.
-    run: as the checkpoint stores it.
-    built: the model, on the mesh to load it to.
-    ema: whether the average is wanted in place of the weights.
-
-  Raises:
-    ConfigError: the run keeps no average.
-  """
-  if ema:
-    check_average(run, str(workdir))
-  if run.lora.rank:
-    weights = "average" if ema else "params"
-    state = {weights: built.shapes, "router": built.router_shapes}
-    found = restore_weights(workdir, run, {name: x for name, x in state.items() if x}, step)
-    return flat({"params": found.pop(weights), **found})
-  wanted = leaves_of(built)
-  if not ema:
-    return restore_stored(workdir, wanted, step)
-  renamed = {_PARAMS.sub("average.", name): leaf for name, leaf in wanted.items()}
-  found = restore_stored(workdir, renamed, step)
-  return {name: found[other] for name, other in zip(wanted, renamed) if other in found}
 
 
 def _planned(
@@ -211,7 +176,7 @@ def export_inference(
     tokenizer = load_tokenizer(stored.run, str(workdir))
     files = tokenizer.files() if isinstance(tokenizer, JsonTokenizer) else {}
     run = placement.on_mesh(inference_run(stored.run, kind), mesh)
-    leaves = _restored(workdir, stored.run, build.build(run), stored.step, ema)
+    leaves = weights_of(workdir, stored.run, build.build(run), stored.step, ema)
     return stored, kind, files, run, leaves
 
   stored, dtype, files, run, leaves = with_newest(opened_step, step)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh
 
 from scmoe.base.errors import ConfigError
@@ -18,12 +20,15 @@ from scmoe.inference.offload.needs import Workload
 from scmoe.inference.offload.plan import OffloadRequest, chosen
 from scmoe.models.objective import cast_params
 from scmoe.pretrained.inference import InferenceFolder
+from scmoe.pretrained.stream import flat, leaves_of
 from scmoe.run import build
 from scmoe.run.adapters import restore_weights, restore_weights_on_host
 from scmoe.run.config import RunConfig, from_dict, imports_of
 from scmoe.run.modality import modality_of
 from scmoe.run.programs import Programs
-from scmoe.training.restore import read_meta, restore_part
+from scmoe.training.restore import read_meta, restore_part, restore_stored
+
+_PARAMS = re.compile(r"^params\.")
 
 
 class Stored(NamedTuple):
@@ -144,6 +149,37 @@ def check_average(run: RunConfig, workdir: str) -> None:
       f"--ema: {workdir} was trained with optimizer.ema=0 and has no average of its weights; leave "
       "--ema out, or train with e.g. --config.optimizer.ema=0.999"
     )
+
+
+def weights_of(
+  workdir: str | Path, run: RunConfig, built: build.Built, step: int, ema: bool
+) -> dict[str, Array]:
+  """Parameters, or their average, and router state by dotted name; adapters are merged.
+
+  The average has the names of the parameters.
+
+  Args:
+    workdir, step: of the checkpoint.
+    run: as the checkpoint stores it.
+    built: the model, on the mesh to load it to.
+    ema: whether the average is wanted in place of the weights.
+
+  Raises:
+    ConfigError: the run keeps no average.
+  """
+  if ema:
+    check_average(run, str(workdir))
+  if run.lora.rank:
+    weights = "average" if ema else "params"
+    state = {weights: built.shapes, "router": built.router_shapes}
+    found = restore_weights(workdir, run, {name: x for name, x in state.items() if x}, step)
+    return flat({"params": found.pop(weights), **found})
+  wanted = leaves_of(built)
+  if not ema:
+    return restore_stored(workdir, wanted, step)
+  renamed = {_PARAMS.sub("average.", name): leaf for name, leaf in wanted.items()}
+  found = restore_stored(workdir, renamed, step)
+  return {name: found[other] for name, other in zip(wanted, renamed) if other in found}
 
 
 def open_folder(

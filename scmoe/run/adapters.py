@@ -164,17 +164,23 @@ def restore_weights(
 
 
 def restore_weights_on_host(
-  workdir: str | Path, run: RunConfig, abstract: PyTree, step: int | None = None
+  workdir: str | Path,
+  run: RunConfig,
+  abstract: PyTree,
+  step: int | None = None,
+  *,
+  part: str = "params",
 ) -> PyTree:
   """`restore_on_host` of a run whose weights may be a base with adapters: these are merged.
 
   One leaf is merged at a time, so a device holds at most one leaf of the model. Arguments and
-  errors as of `restore_weights`, but `abstract` is the tree of the parameters.
+  errors as of `restore_weights`, but `abstract` is the tree of the parameters. `part` is as of
+  `restore_on_host`.
   """
   if not run.lora.rank:
-    return restore_on_host(workdir, abstract, step)
+    return restore_on_host(workdir, abstract, step, part=part)
   adapters = Adapters(run.lora, abstract)
-  own = restore_on_host(workdir, adapters.shapes, step)
+  own = restore_on_host(workdir, adapters.shapes, step, part=part)
   base = restore_on_host(base_of(workdir, run), abstract)
   return adapters.merged(base, own, lambda leaf: np.asarray(_merged(leaf)))
 

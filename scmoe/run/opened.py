@@ -108,7 +108,7 @@ def open_model(
     request: where the user wants the experts (`scmoe.inference.offload.plan`).
     load: number and length of the prompts, from which the planner decides where experts lie. None:
       all on the devices.
-    ema: the moving average of the weights instead of the weights, all on the devices.
+    ema: the moving average of the weights instead of the weights.
 
   Raises:
     CheckpointError: the checkpoint is damaged.
@@ -125,12 +125,12 @@ def open_model(
     found, lines = chosen(run.model, built.shapes, load, request, run.mesh.expert)
     offload = found.offload
   parts = {"router": built.router_shapes} if built.router_shapes else {}
+  weights = "average" if ema else "params"
   if offload.decode is None:
-    weights = "average" if ema else "params"
     state = restore_weights(workdir, run, {weights: built.shapes, **parts}, step)
     model = built.model(state[weights])
   else:
-    held = restore_weights_on_host(workdir, run, built.shapes, step)
+    held = restore_weights_on_host(workdir, run, built.shapes, step, part=weights)
     held = cast_params(held, jnp.dtype(run.model.dtype))
     model = offloaded(built.model(held), built.mesh, int8=request.int8_experts)
     state = restore_part(workdir, parts, step) if parts else {}

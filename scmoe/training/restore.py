@@ -144,7 +144,11 @@ def restore_part(
 
 
 def restore_on_host(
-  workdir: str | os.PathLike[str], abstract: PyTree, step: int | None = None
+  workdir: str | os.PathLike[str],
+  abstract: PyTree,
+  step: int | None = None,
+  *,
+  part: str = "params",
 ) -> PyTree:
   """Parameters as NumPy arrays, read one leaf at a time: a device holds at most one of them.
 
@@ -152,6 +156,7 @@ def restore_on_host(
     workdir: of the run.
     abstract: of the parameters, dictionaries of `jax.ShapeDtypeStruct` with shardings.
     step: which one; None: for each leaf, the newest undamaged one.
+    part: the field of the state: the weights or their `average`.
 
   Raises:
     CheckpointError: no such step, or no valid one.
@@ -162,7 +167,7 @@ def restore_on_host(
     alone: Any = leaf
     for key in reversed(path):
       alone = {key.key: alone}
-    found = restore_part(workdir, {"params": alone}, step)["params"]
+    found = restore_part(workdir, {part: alone}, step)[part]
     return np.asarray(jax.tree.leaves(found)[0])
 
   return jax.tree_util.tree_map_with_path(read, abstract)

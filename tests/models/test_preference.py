@@ -188,9 +188,14 @@ def test_a_model_that_is_its_reference_has_no_margin():
   assert 0 < balance < 0.05  # a pair's loss is ln 2; the rest are the routers' losses
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1), night((1, 2, 2))])
-def test_a_mesh_learns_the_same(alone, sizes):
-  _, _, state, scalars = step_on(MeshConfig(*sizes), 2)
+@pytest.mark.parametrize(
+  ("sizes", "shared"),
+  [night((2, 2, 1), "none"), night((1, 2, 2), "none"), night((2, 2, 1), "moments"),
+   ((2, 2, 1), "parameters")],
+)  # fmt: skip
+def test_a_mesh_learns_the_same(alone, sizes, shared):
+  """Also where data ranks share the state; the reference is whole on each of them."""
+  _, _, state, scalars = step_on(MeshConfig(*sizes, shard_state=shared), 2)
   for name in ("objective", "cross_entropy", "reward_margin", "reward_accuracy", "grad_norm"):
     np.testing.assert_allclose(scalars[name], alone[3][name], rtol=5e-5, err_msg=name)
   close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5)

@@ -5,15 +5,19 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from training_fakes import OPTIMIZER, Poisoned, Setup, Source, bits
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, Preempted
 from scmoe.evaluate import evaluate_run
+from scmoe.inference.offload.plan import OffloadRequest, Workload
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.exported import export_inference
+from scmoe.run.opened import open_model, open_run
 from scmoe.train import train
+from scmoe.training.masters import readable
 from scmoe.training.metrics import read_metrics
 
 DECAY = 0.5
@@ -117,6 +121,23 @@ def test_it_is_evaluated_beside_the_weights_and_exported(whole, tmp_path):
   export_inference(workdir, tmp_path / "averaged", ema=True)
   exported = evaluate_run(model=str(tmp_path / "averaged"))
   assert exported["loss"] == pytest.approx(last["ema_loss"], rel=1e-6)
+
+
+def test_it_is_read_with_experts_in_the_hosts_memory(whole):
+  workdir, state = whole
+  stored = open_run(str(workdir), None)
+  opened = open_model(
+    stored.run,
+    str(workdir),
+    stored.step,
+    request=OffloadRequest(offload="blocking"),
+    load=Workload(rows=1, prompt=8, new=4),
+    ema=True,
+  )
+  assert opened.model.taken_apart
+  total = lambda tree: sum(np.square(x).sum() for x in leaves(tree))
+  assert total(nnx.state(opened.model)) == pytest.approx(total(state.average), rel=1e-9)
+  assert total(state.average) != pytest.approx(total(readable(state.params)), rel=1e-6)
 
 
 def test_a_run_without_an_average_says_so(tmp_path):

@@ -51,14 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 
-# Files of half a minute and more come first, the longest before the others, so that no worker is
+# Files of 20 s and more come first, the longest before the others, so that no worker is
 # left with one in the end.
-LONG = ("test_state_shares", "test_gradient_reduction", "test_notebooks", "test_mosaic_gpu")
-LONG += ("test_ahead", "test_execution", "test_mistakes", "test_side_by_side", "test_configs")
-LONG += ("test_cli", "test_average", "test_moments", "test_teacher", "test_wirings", "test_disk")
-LONG += ("test_extending", "test_expert_parallel", "test_any_split", "test_offload", "test_decode")
-LONG += ("test_processes", "test_preference", "test_masters", "test_causality", "test_vision")
-LONG += ("test_distillation", "test_killed", "test_muon", "test_variants", "test_zero_experts")
+LONG = ("test_state_shares", "test_processes", "test_notebooks", "test_mistakes", "test_configs")
+LONG += ("test_cli", "test_teacher", "test_gradient_reduction", "test_extending", "test_lora")
+LONG += ("test_mosaic_gpu", "test_average", "test_side_by_side", "test_wirings", "test_ahead")
+LONG += ("test_preference", "test_killed", "test_moments", "test_disk", "test_masters")
+LONG += ("test_vision", "test_zero_experts", "test_distillation", "test_host_moments")
+LONG += ("test_execution", "test_decode", "test_transports", "test_tokens_in_place")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from scmoe import evaluate, generate, profile, train
 from scmoe.base import extensions
-from scmoe.base.errors import ConfigError, DataError
+from scmoe.base.errors import ConfigError, DataError, Preempted
 from scmoe.data.config import DataConfig
 from scmoe.data.text import read_own
 from scmoe.run.config import RunConfig, from_json, imports_of, to_json
@@ -35,7 +35,6 @@ FIELDS = {
 OWN = [f"--config.{field}={path}" for field, path in FIELDS.items()]
 SMALL = ["--config", "quickstart", "--smoke", "--config.train.tensorboard=false"]
 SMALL += ["--config.train.sample_tokens=0", "--config.mesh.data=2"]
-LAST, EVERY = 60, 20  # steps, and those between two checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +51,27 @@ def package(tmp_path_factory):
     yield folder
 
 
-def command(workdir, *more):
-  every = [f"--config.train.steps={LAST}", f"--config.checkpoint.every={EVERY}"]
+def command(workdir, *more, steps=4):
+  """The page's command; a checkpoint after every third of the steps, or after every second step."""
+  every = [f"--config.train.steps={steps}", f"--config.checkpoint.every={max(2, steps // 3)}"]
   return [*SMALL, *OWN, *every, "--workdir", str(workdir), *more]
 
 
 @pytest.fixture(scope="module")
 def trained(package):
-  """Workdir of a run that was killed after its first checkpoint, and then finished."""
+  """Workdir of a run that was stopped in its middle, and then finished."""
   workdir = package / "run"
+  with pytest.raises(Preempted):
+    train.main(command(workdir, "--config.train.stop_after=2"))
+  train.main(command(workdir))
+  return workdir
+
+
+def killed_and_finished(package):
+  """Workdir of a run of 60 steps that was killed after its first checkpoint, and then finished."""
+  workdir = package / "killed"
   env = os.environ | {"PYTHONPATH": f"{ROOT}:{package}"}
-  args = [sys.executable, "-m", "scmoe.train", *command(workdir)]
+  args = [sys.executable, "-m", "scmoe.train", *command(workdir, steps=60)]
   quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
   process = subprocess.Popen(args, env=env, cwd=package, **quiet)
   while not list_steps(workdir / "checkpoints"):
@@ -70,18 +79,29 @@ def trained(package):
     time.sleep(0.02)
   process.send_signal(signal.SIGKILL)
   process.wait()
-  assert list_steps(workdir / "checkpoints")[-1] < LAST, "it ended before it was killed"
-  train.main(command(workdir))
+  assert list_steps(workdir / "checkpoints")[-1] < 60, "it ended before it was killed"
+  train.main(command(workdir, steps=60))
   return workdir
 
 
-def test_killed_resumed_and_equal_to_the_unbroken_run(trained, package):
+def losses_of(workdir):
+  return {line["step"]: line["loss"] for line in read_metrics(workdir)}
+
+
+def test_stopped_resumed_and_equal_to_the_unbroken_run(trained, package):
   train.main(command(package / "whole"))
-  found, want = (
-    {line["step"]: line["loss"] for line in read_metrics(workdir)}
-    for workdir in (trained, package / "whole")
-  )
-  assert found[LAST] == want[LAST], "bitwise"
+  found, want = losses_of(trained), losses_of(package / "whole")
+  assert found == want, "bitwise"
+  assert len(want) == 4
+  assert np.isfinite(list(want.values())).all()
+
+
+@pytest.mark.nightly
+def test_killed_resumed_and_equal_to_the_unbroken_run(package):
+  found = losses_of(killed_and_finished(package))
+  train.main(command(package / "long", steps=60))
+  want = losses_of(package / "long")
+  assert found[60] == want[60], "bitwise"
   assert np.isfinite(list(want.values())).all()
 
 

@@ -50,6 +50,7 @@ def test_a_base_is_tuned_evaluated_and_asked(root, monkeypatch, capsys):
   assert asked == ["User:\n1+2?\n\nAssistant:\n"]
 
 
+@pytest.mark.nightly  # by day models/test_preference.py
 def test_answers_are_preferred_to_others_with_a_reference(root, capsys):
   base = root / "base"
   options = [f"--config.train.init_from={base}", "--config.router.noise=0"]

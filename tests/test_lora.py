@@ -84,6 +84,7 @@ def parameters(workdir, step=None):
   return stored, jax.device_get(restore_weights(workdir, stored.run, wanted, stored.step)["params"])
 
 
+@pytest.mark.nightly  # by day test_moments.py and test_average.py resume bitwise
 def test_a_resumed_run_is_bitwise_the_same_and_needs_no_other_folder(root, tuned):
   run(root / "whole", root / "base", "--config.train.steps=4")
   # `train.init_from` names another folder, so configurations differ; the arrays do not.

@@ -166,6 +166,7 @@ def removing(monkeypatch, module, name):
   return removed
 
 
+@pytest.mark.nightly  # through the same reader as a conversion, by day
 def test_a_new_student_takes_the_newest_teacher_again(root, tmp_path, monkeypatch):
   teacher = Path(shutil.copytree(root / "teacher", tmp_path / "teacher"))
   removed = removing(monkeypatch, adapters, "restore_part")
@@ -179,7 +180,7 @@ def test_a_new_student_takes_the_newest_teacher_again(root, tmp_path, monkeypatc
     run(tmp_path / "student", *taught[:1], "--config.train.steps=3")
 
 
-@pytest.mark.nightly  # through the reader that the next test goes through
+@pytest.mark.nightly  # through the same reader as a conversion, by day
 def test_a_run_begins_with_the_newest_step_that_is_left(root, tmp_path, monkeypatch):
   other = Path(shutil.copytree(root / "teacher", tmp_path / "other"))
   removed = removing(monkeypatch, adapters, "restore_part")

@@ -344,6 +344,7 @@ def test_arrow_folders_of_hugging_face_datasets(tmp_path, monkeypatch):
     open_data(config, batch_size=2, seed=0)
 
 
+@pytest.mark.nightly  # it reads 160 MB
 def test_memory_does_not_grow_with_the_text(tmp_path):
   """160 MB in a process of its own, which may take 100 MB above what it has at its start."""
   line = "some words of a line that is long enough to be one of many lines in a text\n"

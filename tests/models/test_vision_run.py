@@ -56,6 +56,7 @@ def test_commands_read_a_run_on_images(whole, tmp_path, capsys):
   assert (tmp_path / "compare/compare.html").is_file()
 
 
+@pytest.mark.nightly  # by day test_profile.py
 def test_the_profile_of_a_step_on_images(tmp_path, capsys):
   sizes = ("model.num_layers=2", "mesh.data=1", "overlap.search_seconds=0")
   fields = [f"--config.{text}" for text in sizes]

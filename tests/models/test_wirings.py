@@ -61,7 +61,7 @@ CASES |= {
 # By day each wiring once, each option of a model once, and what differs with a MoE in every block.
 BY_DAY = {name for name in CASES if name.endswith("-every2")} | {
   "scmoe_pos2-every1", "farskip-every3-llama-own", "scmoe_pos3-every1-megatron", "dense-llama",
-  "topk3-llama", "scmoe_pos2-own", "dgmoe-every3",
+  "topk3-llama",
 }  # fmt: skip
 
 

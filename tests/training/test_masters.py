@@ -86,6 +86,7 @@ def test_steps_are_those_of_cast_parameters(tokens, mesh):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.nightly  # by day test_state_shares.py loads checkpoints of halves
 def test_a_checkpoint_knows_nothing_of_halves(tmp_path):
   """Stopped with halves, resumed with a cast copy; what is evaluated is what the model reads."""
   with pytest.raises(Preempted):

@@ -61,6 +61,7 @@ def smoke(**fields):
   return run
 
 
+@pytest.mark.nightly  # by day test_balancing_bias.py resumes the controller
 def test_a_stopped_longcat_run_goes_on_bitwise(tmp_path):
   whole = train(smoke(), tmp_path / "whole")
   with pytest.raises(Preempted):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 from flax import nnx
 
 import scmoe
@@ -79,7 +80,9 @@ def test_top2_reads_where_it_adds():
   np.testing.assert_allclose(pair(inputs()).h_BSD, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("wiring", ["scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe"])
+@pytest.mark.parametrize(
+  "wiring", [night("scmoe_pos1"), "scmoe_pos2", night("scmoe_pos3"), "dgmoe"]
+)
 def test_no_schedule_changes_a_value(wiring):
   slots = slot_names([step.name for step in make_pair(wiring).schedule.steps])
   plain = make_pair(wiring, OverlapConfig(schedule="off"))(inputs()).h_BSD

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from covering import night
 
 from scmoe import serve
 from scmoe.base.errors import ConfigError, DataError, StorageError
@@ -54,7 +55,9 @@ def alone(folder, prompt, new):
   return Session(model=folder).texts([prompt], GREEDY, max_new_tokens=new)[0]
 
 
-@pytest.mark.parametrize("flags", [[], ["--offload=ring,early", "--expert_cache=3"]], ids=str)
+@pytest.mark.parametrize(
+  "flags", [[], night(["--offload=ring,early", "--expert_cache=3"])], ids=str
+)
 def test_answers_are_those_of_single_requests(folder, tmp_path, capsys, flags):
   """Five requests in two slots; one asks for less, and empty lines lie between."""
   asked = [{"prompt": "def "}, {"prompt": "import os", "id": "x", "max_new_tokens": 3},

@@ -108,12 +108,12 @@ def product(transpose, tiling, activation=None):
   )
 
 
-@pytest.mark.parametrize("cols", [64, 128], ids=["odd-stores", "even-stores"])
+# With an odd number of stores a tile, and an even one.
 @pytest.mark.parametrize(
-  ("pingpong", "buffers"),
-  [(False, 2), (True, 2), (True, 1)],
-  ids=["cooperative", "ping-pong", "ping-pong-one-buffer"],
-)
+  ("pingpong", "buffers", "cols"),
+  [(False, 2, 64), night(False, 2, 128), (True, 2, 128), night(True, 2, 64),
+   (True, 1, 64), night(True, 1, 128)],
+)  # fmt: skip
 def test_rows_product_simulated(pingpong, buffers, cols):
   tiling = Tiling(cols=cols, stages=3, pingpong=pingpong, store_buffers=buffers)
   layout = layout_of()

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import by_day_and_night
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,8 +173,7 @@ def test_rounded_counts_by_hand():
   np.testing.assert_array_equal(rounded_counts(counts, 4, 7), [0, 0, 4, 4, 4, 4, 4])
 
 
-@pytest.mark.parametrize("skew", [0.0, 2.0, 8.0])
-@pytest.mark.parametrize("k", [1, 2, 6])
+@pytest.mark.parametrize(("skew", "k"), by_day_and_night([0.0, 2.0, 8.0], [1, 2, 6]))
 def test_every_expert_gets_whole_tiles(skew, k):
   tokens, experts, tile = 48, 6, 4
   rng = np.random.default_rng(k)
@@ -238,9 +238,11 @@ def test_rounding_warns_once_and_refuses_a_tile_without_tokens(caplog):
 # -- corners --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("tokens", "k"), [(0, 2), (1, 1), (1, E), (3, E)])
-def test_few_tokens_and_all_experts(order, tokens, k):
+@pytest.mark.parametrize(
+  ("order", "sizes"), by_day_and_night(ORDERS, [(0, 2), (1, 1), (1, E), (3, E)])
+)
+def test_few_tokens_and_all_experts(order, sizes):
+  tokens, k = sizes
   rng = np.random.default_rng(0)
   x, gate = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((tokens, 3), (3, E)))
   routing = route(x, gate, RouterConfig(), k=k)

@@ -76,7 +76,7 @@ def versions() -> dict[str, str]:
 
 def devices() -> dict[str, Any]:
   """Platform and kind of the first device, and the numbers of devices and processes of the run."""
-  import jax  # here, since readers of a card do without jax
+  import jax  # imported here, since commands that only read a card need no jax
 
   first = jax.devices()[0]
   return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count(),
@@ -84,9 +84,10 @@ def devices() -> dict[str, Any]:
 
 
 def commit(folder: Path) -> dict[str, Any]:
-  """`commit` of the checkout around `folder`; `changed`: tracked files in `folder` differ from it.
+  """The `commit` of the git checkout around `folder`, and whether it was `changed` since, by name.
 
-  {} if there is no checkout, or git does not answer.
+  `changed` is True if tracked files in `folder` differ from the commit. The result is {} if there
+  is no checkout, or git does not answer.
   """
   try:
     head = _git(folder, "rev-parse", "HEAD").strip()

@@ -116,7 +116,10 @@ class Checkpointer:
     return self._cfg.async_save or self.wait()
 
   def wait(self) -> bool:
-    """Waits until the started save, if there is one, is complete; False if it failed.
+    """Waits until the started save, if there is one, is complete, and removes old steps.
+
+    Returns:
+      False if the save failed.
 
     Raises:
       StorageError: writing failed `checkpoint.max_failures` times in a row.
@@ -291,7 +294,7 @@ class Checkpointer:
       raise StorageError(f"{self.directory} cannot be written: {error.strerror}") from None
 
   def _clear_destination(self, step: int) -> None:
-    """Renames what has the step's name already to `N.ignored-<time>`; all processes call it."""
+    """Renames a file or folder that has the step's name to `N.ignored-<time>`; all must call it."""
     place = self.directory / str(step)
     if is_first() and (place.is_symlink() or place.exists()):
       self._rename(place, "ignored")

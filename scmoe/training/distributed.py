@@ -114,7 +114,7 @@ def all_agree(good: bool) -> bool:
 
 
 def first_decides(value: bool) -> bool:
-  """The value of process 0; all must call it."""
+  """The value that process 0 gives; all processes must call it."""
   if jax.process_count() == 1:
     return value
   return bool(multihost_utils.broadcast_one_to_all(np.array(value)))
@@ -145,7 +145,7 @@ class OnFirst:
 
 
 def bytes_of_first(value: bytes) -> bytes:
-  """The bytes of process 0, of any length; all must call it."""
+  """The bytes that process 0 gives, of any length; all processes must call it."""
   if jax.process_count() == 1:
     return value
   length = int(multihost_utils.broadcast_one_to_all(np.array(len(value))))
@@ -154,7 +154,7 @@ def bytes_of_first(value: bytes) -> bytes:
 
 
 def from_all_processes(value: dict[str, Any]) -> list[dict[str, Any]]:
-  """The JSON-able values of all processes, in their order; all must call it."""
+  """The JSON-able values that all processes give, in their order; all must call it."""
   value = json.loads(json.dumps(value))
   if jax.process_count() == 1:
     return [value]

@@ -21,7 +21,7 @@ from scmoe.training.distributed import is_first
 from scmoe.training.interfaces import Trainable
 from scmoe.training.options import CheckpointConfig
 
-REPLAY = "replay"  # folder of these files, in the folder of the run
+REPLAY = "replay"  # folder, in the folder of the run, of the files of `write_replay`
 _NUMBERS = ("objective", "loss", "grad_norm", "skipped", "skipped_in_row", "loss_scale", "spike")
 
 

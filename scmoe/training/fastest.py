@@ -40,12 +40,13 @@ from scmoe.training.step import Objective, TrainState, make_train_step
 from scmoe.training.variants import Change, StepVariants, Variant, parse_candidates
 
 PROFILES = "profile_guided"  # folder of measured operation latencies; see `GuidedStep`
-MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # auto's searches; MOST_STEPS: only on the cut
+# Arguments of `Search` for `overlap.schedule=auto`: `most_steps` (on the cut), `rounds`, `margin`.
+MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01
 CORES = 4  # CPU cores of the host that each of several simultaneous compilations should have
 
 
 class Searchable(Protocol):
-  """The model and options that a step and a search need; `Trainable` adds those of a run.
+  """The model and options that a step and a search need; `Trainable` adds what a run needs.
 
   Attributes:
     train, overlap: options.
@@ -114,7 +115,7 @@ class Steps:
   say: Callable[[str], None] = print
 
   def __call__(self, variant: Variant) -> GuidedStep:
-    """Makes the step as configured, or a variant of it."""
+    """Makes the step of a variant; that of `Variant()` is the step as configured."""
     built, overlap = self.built, self.built.overlap
     objective = built.objective if variant == Variant() else built.variant(variant)
     how = {"gradient_dtype": overlap.gradient_dtype, "flight": overlap.flight}

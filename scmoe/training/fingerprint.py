@@ -58,7 +58,7 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
 # are read in such blocks. So are arrays in the host's memory (`scmoe.training.host_arrays`) of any
 # size.
 
-_WALKED = 2**20  # elements from which on an array on a CPU is read in blocks
+_WALKED = 2**20  # an array on a CPU with at least this many elements is read in blocks
 _BLOCK = 1024  # elements of the largest block
 _EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 _INTEGERS = {"int8", "uint8", "int16", "uint16", "int32", "uint32"}
@@ -67,9 +67,9 @@ _INTEGERS = {"int8", "uint8", "int16", "uint16", "int32", "uint32"}
 def survey_piece(
   value: np.ndarray, shape: tuple[int, ...], place: tuple[int, ...]
 ) -> tuple[int, bool]:
-  """A piece's share in the fingerprint of its array, and whether all its elements are finite.
+  """A piece's summand in its array's fingerprint, and whether all the piece's elements are finite.
 
-  The shares of all pieces add up, modulo 2^32, to the array's fingerprint. Runs on the host.
+  The summands of all pieces add up, modulo 2^32, to the array's fingerprint. Runs on the host.
 
   Args:
     value: array[place]: at most 4 bytes an element. A scalar counts as a vector of one element.
@@ -127,7 +127,7 @@ def _on_cpu(x: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _walk(x: Array, strides: tuple[int, ...], start: Array) -> tuple[Array, Array]:
-  """A part's share in its array's fingerprint, uint32 [], and whether the part is finite, bool [].
+  """A part's summand in its array's fingerprint, uint32 [], and whether the part is finite, bool.
 
   Args:
     x: the part.

@@ -25,7 +25,7 @@ from scmoe.training.distributed import all_agree, bytes_of_first, is_first
 from scmoe.training.lowered import lower
 
 Collect = Callable[[str, Program], bytes]
-PATIENCE = 20  # steps that try to start the profiler while another trace is running
+PATIENCE = 20  # most steps that try to start the profiler while another trace is running
 WARM_UP = 1  # steps before the profile: the first call of a program loads its kernels
 
 

@@ -80,7 +80,7 @@ class Trainer:
     self.teacher = teacher
 
   def run(self) -> TrainState:
-    """Trains to the last step, resuming from the newest valid checkpoint in the workdir.
+    """Trains to the last step, from the newest valid checkpoint in the workdir if there is one.
 
     Returns:
       the final state.
@@ -146,11 +146,11 @@ class Results(Protocol):
 
   @property
   def arrays(self) -> dict[str, Any]:
-    """Per-layer arrays."""
+    """The step's figures of each layer with experts, by name: arrays [layers, ...]."""
     ...
 
   def values(self) -> dict[str, Any]:
-    """The scalars as numbers; waits for the step."""
+    """The step's scalar figures by name, as numbers of Python; waits until the step is done."""
     ...
 
 
@@ -162,7 +162,7 @@ class Reported:
   arrays: dict[str, Any]
 
   def values(self) -> dict[str, Any]:
-    """See `Results.values`."""
+    """The scalars as numbers of Python, by name; waits until the step is done."""
     return {name: np.asarray(x).item() for name, x in jax.device_get(self.scalars).items()}
 
 
@@ -198,11 +198,11 @@ class Run:
     self.pending: tuple[int, Results] | None = None  # results of a step, not yet read
     self.batch: Batch | None = None
     self.compiled: set[str] = set()  # kinds of work that `arm` has seen, which compile no more
-    self.introduced = False  # the lines that describe the run were printed
-    self.prepared = False  # the training step was compiled
+    self.introduced = False  # whether the lines that describe the run were printed
+    self.prepared = False  # whether the training step was compiled
     self.evaluated_step = -1
     self.tracing = False
-    self.skipping = False  # `skipped_in_row` was not 0 in the last results that were read
+    self.skipping = False  # whether `skipped_in_row` was above 0 in the last results that were read
     self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
     self.journal = Journal(built, workdir, self.tokens_per_step, label)
     self.step_fn = fastest_step(built, self.abstract, workdir, say=self.journal.say)
@@ -216,7 +216,7 @@ class Run:
   # -- beginning and end ------------------------------------------------------------------------
 
   def start(self) -> None:
-    """Restores the newest valid checkpoint, or initialises; opens the outputs.
+    """Restores the newest valid checkpoint, or initialises; writes config and card; opens outputs.
 
     A run that finds a checkpoint of weights alone begins at step 0 with these weights. If the
     restored step was due for an evaluation that metrics.jsonl lacks, it is evaluated now.
@@ -237,7 +237,8 @@ class Run:
       self.state = make(self.abstract, params=weights["params"])
       router = self.state.router | weights["router"]
       self.state, self.step = dataclasses.replace(self.state, router=router), 0
-      self.checkpointer.last_saved = None  # the stored step 0 lacks the optimizer's state
+      # The stored step 0 lacks the optimizer's state, so this run may have to save step 0 itself.
+      self.checkpointer.last_saved = None
     else:
       self.state = restored.state.like(self.abstract).placed(self.abstract)
       self.step = restored.step
@@ -351,7 +352,7 @@ class Run:
     """
     allow = self.built.checkpoint.allow_config_change
     current, stored = json.loads(json.dumps(self.built.config)), meta.get("config", {})
-    if meta.get(WEIGHTS_ONLY):  # trained elsewhere, no step here yet: the architecture has to match
+    if meta.get(WEIGHTS_ONLY):  # this run has trained no step yet: only the architecture must match
       check_config(architecture(stored), architecture(current), allow_change=allow)
       return
     fits = not misfit(dataclasses.replace(self.abstract, teacher=None), meta["leaves"])
@@ -427,7 +428,7 @@ class Run:
     return self.batch
 
   def flush(self) -> None:
-    """Waits for the pending step, if there is one, and logs it where due.
+    """Waits for the pending step, if there is one; logs it where due; raises if it ends the run.
 
     Raises:
       NonFiniteError: more than train.max_skipped_in_row steps in a row were skipped, or this one

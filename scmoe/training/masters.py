@@ -90,7 +90,7 @@ def like(params: PyTree, wanted: PyTree) -> PyTree:
 
 
 def _changed(change: Callable[[Any], Any], params: PyTree, where: list[bool]) -> PyTree:
-  """Parameters whose leaves at which `where` is True are changed; the others as they are.
+  """Parameters with `change` applied to the leaves for which `where` is True.
 
   Arrays are changed in one program, since a program for each shape takes longer to compile. Traced
   values, inside a step's program, and `jax.ShapeDtypeStruct`s need no program of their own. Leaves
@@ -147,7 +147,7 @@ def _is_away(leaf: Any) -> bool:
 
 
 def _changed_on_host(leaf: Any) -> Any:
-  """`_joined` of `Halves` whose `low` is in the host's memory, or `_halved` of an array there.
+  """Joins `Halves` whose `low` lies in the host's memory, or halves a float32 array there.
 
   The float32 array lies in the host's memory. Of the halves, `low` does, and `high` lies on the
   devices, with the same sharding.

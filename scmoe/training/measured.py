@@ -30,7 +30,7 @@ from scmoe.parallel.mesh import batch_sharding
 from scmoe.training.step import Init, TrainState, init_state
 
 SPREAD = 10.0
-# Paths, in the parameters of a model, of what embeds tokens or patches of images.
+# Paths, in the parameters of a model, of the matrices that embed tokens or patches of images.
 _EMBEDS = (("embedding", "tokens"), ("embedding", "weight"))
 
 
@@ -63,7 +63,7 @@ class MeasuredState:
       self.state = dataclasses.replace(self.state, step=first)
 
   def wait(self) -> None:
-    """Returns when the devices are done."""
+    """Waits until the devices have finished the steps that were called."""
     jax.block_until_ready((self.state, self.figures))
 
   @property

@@ -25,7 +25,7 @@ class Means:
     self._values: dict[str, list[float]] = {}
 
   def add(self, values: dict[str, Any]) -> None:
-    """Notes the values of one step."""
+    """Notes the values of one step, unless they are left out as the class says."""
     if values.get("skipped_in_row"):
       return
     for name in self.NAMES:
@@ -87,7 +87,7 @@ class Meter:
     return self._mean
 
   def percentiles(self) -> tuple[float, float]:
-    """Median and 99th percentile of the seconds per step, over the last 4096; NaN without any."""
+    """Median and 99th percentile of the last 4096 timed steps, in seconds; NaN without any."""
     if not self._recent:
       return math.nan, math.nan
     return float(np.percentile(self._recent, 50)), float(np.percentile(self._recent, 99))

@@ -26,7 +26,7 @@ from scmoe.base.output import warn
 from scmoe.base.stored import Maybe, StoredError, parse_json, read_bytes, write_whole
 
 METRICS = "metrics.jsonl"
-MOST_METRICS = 2**33  # most bytes that are read: a million lines with the numbers of 32 layers
+MOST_METRICS = 2**33  # most bytes of metrics.jsonl that are read: a million lines for 32 layers
 ROUTER = "router"
 _LINE = {"step": int, "kind": Maybe(str), "layers": Maybe({"*": list})}
 _ROUTER_FILE = re.compile(r"step_([0-9]{1,18})\.npz")
@@ -46,7 +46,7 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-  """Append-only WORKDIR/metrics.jsonl: one JSON object per logged step, with at least `step`.
+  """WORKDIR/metrics.jsonl, to which lines are appended: JSON objects with at least `step`, `kind`.
 
   Args:
     workdir: of the run.
@@ -66,7 +66,8 @@ class MetricsFile:
     self._warned = False
     self._torn = False  # the last write failed, perhaps in the middle of a line
     lines = _repair(self.path, resumed_step)
-    self._size = self.path.stat().st_size if self.path.exists() else 0  # bytes of whole lines
+    # Size of the file at the end of the last line that was written whole.
+    self._size = self.path.stat().st_size if self.path.exists() else 0
     self._evaluated = {line["step"] for line in lines if line.get("kind") == "eval"}
 
   def has_eval(self, step: int) -> bool:
@@ -74,7 +75,10 @@ class MetricsFile:
     return step in self._evaluated
 
   def write(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
-    """Appends a line; numbers that are not finite become null, so that every line is JSON."""
+    """Appends a line, or keeps it for the next call if the file cannot be written.
+
+    Numbers that are not finite become null, so that every line is JSON.
+    """
     self._waiting.append(json.dumps({"step": step, "kind": kind} | _plain(values)) + "\n")
     if kind == "eval":
       self._evaluated.add(step)
@@ -174,7 +178,7 @@ class TensorBoard:
     self._writer.flush()
 
   def close(self) -> None:
-    """Ends the writer's process, which Python 3.12 could not do at exit."""
+    """Ends the writer's thread, which Python 3.12 could not do at exit."""
     self._writer.close()
 
 
@@ -246,7 +250,7 @@ class Metrics:
   def _add(self, name: str, make: Callable[[], Sink]) -> None:
     try:
       self.sinks.append(make())
-    except Exception as error:  # whatever an optional package raises
+    except Exception as error:  # an optional package may raise anything and must not end the run
       warn(f"no {name}: {type(error).__name__}: {error}")
 
   def write(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
@@ -308,7 +312,7 @@ def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list]:
 
 
 def _repair(path: Path, last_step: int) -> list[dict[str, Any]]:
-  """Rewrites the file without broken lines and lines after `last_step`; returns those that stay.
+  """Removes broken lines, and lines after step `last_step`, from metrics.jsonl; returns the rest.
 
   Raises:
     StoredError: it is there and cannot be read.
@@ -327,7 +331,7 @@ def _repair(path: Path, last_step: int) -> list[dict[str, Any]]:
 
 
 def _parse(data: bytes) -> tuple[list[dict[str, Any]], int]:
-  """(lines, number of broken ones); a last line without its end counts as broken."""
+  """(lines that can be read, number of broken lines); a last line without its end is broken."""
   *ended, rest = data.split(b"\n")
   lines, broken = [], int(bool(rest))
   for text in ended:

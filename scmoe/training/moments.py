@@ -49,7 +49,8 @@ def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationEx
       name = jax.tree_util.keystr(path).encode()
       if not narrowed(old):
         return new
-      first = extra.get("layer", 0) * new.size  # a layer alone draws the same bits as in its stack
+      # With the layer's place in its stack, a layer alone draws the same bits as in the stack.
+      first = extra.get("layer", 0) * new.size
       return rounded(new, extra["step"], zlib.crc32(name), first)
 
     return updates, jax.tree_util.tree_map_with_path(kept, after, state)

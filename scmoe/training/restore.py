@@ -46,7 +46,7 @@ def list_steps(directory: Path) -> list[int]:
 
 
 def is_step(path: Path) -> bool:
-  """True if this is a real directory with something in it."""
+  """True if `path` is a directory with something in it, and no symlink."""
   return path.is_dir() and not path.is_symlink() and any(path.iterdir())
 
 
@@ -69,7 +69,8 @@ def _of_step(workdir: str | os.PathLike[str], step: int | None, read: Callable[[
   """
   directory, tried = Path(workdir).absolute() / FOLDER, set()
   while True:
-    steps = list_steps(directory) if step is None else [step]  # listed anew: a run may remove steps
+    # Steps are listed anew each time, since a run may remove some meanwhile.
+    steps = list_steps(directory) if step is None else [step]
     left = [candidate for candidate in steps if candidate not in tried]
     if not left:
       raise CheckpointError(_nothing_there(directory, step))
@@ -85,7 +86,7 @@ def _of_step(workdir: str | os.PathLike[str], step: int | None, read: Callable[[
 
 
 def with_newest(attempt: Callable[[], T], step: int | None = None) -> T:
-  """Calls `attempt()`, which reads the newest step; again if a run removed that step meanwhile.
+  """Calls `attempt()`, which reads a step; again if a run has removed the newest step meanwhile.
 
   A run that trains meanwhile keeps few steps (`checkpoint.keep`). It may remove the chosen step
   during a slow read; a newer one then exists.
@@ -203,7 +204,7 @@ def _nothing_there(directory: Path, step: int | None) -> str:
 
 
 def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) -> PyTree:
-  """Reads and verifies the arrays of one step.
+  """Reads and verifies the arrays of one step, and converts them to the types of `abstract`.
 
   Args:
     place: directory of the step.

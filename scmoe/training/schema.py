@@ -180,7 +180,7 @@ def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_schema_2(values: dict[str, Any]) -> dict[str, Any]:
-  """A stored configuration with the names and values that schema 2 began with (table above)."""
+  """A stored configuration with the first names and values of schema 2; see the module's table."""
   values = copy.deepcopy(values)
   group = lambda name: part if isinstance(part := values.get(name), dict) else {}
   router, dispatch, overlap, model = map(group, ("router", "dispatch", "overlap", "model"))

@@ -128,7 +128,7 @@ class Search:
 
   @property
   def compiles_next(self) -> bool:
-    """True if the next call compiles, and so takes long."""
+    """True if the next call may compile, and so take long; a call that is not timed always may."""
     if self.chosen is not None:
       return self.best.compiles_next
     if self._visit is None:

@@ -192,7 +192,7 @@ def make_seeds_step(
 class Lane(Run):
   """One of the runs: from `join` on, its state is one row of the joined states [S, ...]."""
 
-  of_all: Callable[[], TrainState] | None = None  # reads this run's row
+  of_all: Callable[[], TrainState] | None = None  # from `join` on: copies this run's row
   _own: TrainState | None = None
   failed: NonFiniteError | None = None
 
@@ -228,7 +228,7 @@ class _Row:
 
   @property
   def arrays(self) -> dict[str, Any]:
-    """The run's arrays on the host."""
+    """The run's per-layer arrays by name, on the host; waits for the step."""
     return {name: x[self._row] for name, x in self._shared.arrays.items()}
 
 
@@ -245,7 +245,7 @@ class _Shared:
 
   @functools.cached_property
   def arrays(self) -> dict[str, np.ndarray]:
-    """Per-layer arrays [S, ...] on the host."""
+    """Per-layer arrays [S, ...] on the host; waits for the step."""
     return jax.device_get(self._arrays)
 
 
@@ -269,7 +269,7 @@ class _Together:
     self._row = jax.jit(row, out_shardings=shardings_of(abstract))
 
   def run(self) -> list[TrainState]:
-    """Trains; see `train_side_by_side`."""
+    """Trains all runs to the last step, and returns their states; see `train_side_by_side`."""
     first = self.lanes[0]
     for lane in self.lanes:
       lane.start()
@@ -289,7 +289,7 @@ class _Together:
     return self._finish()
 
   def one_step(self) -> None:
-    """Dispatches a step of all runs; then each run reads and logs its step before that."""
+    """Dispatches a step of all runs; then each run reads and logs its previous step."""
     first = self.lanes[0]
     first.profile()
     first.arm("step", allowance=self.step_fn.compiles_next)

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from scmoe.base.errors import WATCHDOG_EXIT
 
-_GRACE_SECONDS = 10.0  # by which faulthandler acts later than the watchdog's own thread
+_GRACE_SECONDS = 10.0  # faulthandler acts this much later than the watchdog's own thread
 
 
 class StopRequest:
@@ -78,7 +78,7 @@ class StopRequest:
 
 
 def hangups() -> list[signal.Signals]:
-  """[SIGHUP]; [] under nohup, which has the process ignore it."""
+  """The signal of a terminal that hung up, as [SIGHUP]; [] under nohup, where it is ignored."""
   return [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
 
 

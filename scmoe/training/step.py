@@ -124,14 +124,14 @@ class Objective(Losses, Protocol):
     ...
 
   def metrics(self, aux: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
-    """(scalars, per-layer arrays) of a step, from `aux` summed over its microbatches.
+    """(scalars, per-layer arrays) of a step, from the `aux` of `losses`, summed over microbatches.
 
     The console shows the scalars `loss`, `drop` (share of choices dropped) and `imbalance`.
     """
     ...
 
   def update_router(self, router: PyTree, aux: PyTree) -> PyTree:
-    """The router state after one optimizer step, from `aux` summed over its microbatches."""
+    """The router state after a step, from the `aux` of `losses`, summed over its microbatches."""
     ...
 
 
@@ -332,7 +332,7 @@ def _updated(
   good: Array,
   loss: Array,
 ) -> TrainState:
-  """The next state; if the step is not `good`, only counters and loss scale change.
+  """The state after the step; if the step is not `good`, only counters and loss scale change.
 
   Args:
     state: before the step.

@@ -45,8 +45,8 @@ class OnHost:
   """How the update streams moments and lower halves, if they lie in the host's memory.
 
   Attributes:
-    ahead: how many layers' moments are fetched while the layers before them have their turn; 0:
-      none, each layer's are fetched when the layer before has been stored.
+    ahead: number of layers whose moments are fetched while the layers before them are updated and
+      stored; 0: each layer's moments are fetched when the layer before has been stored.
   """
 
   ahead: int = 1
@@ -136,7 +136,7 @@ def _present(tree: PyTree) -> PyTree:
 
 
 def _completed(tree: PyTree, like: PyTree) -> PyTree:
-  """The inverse of `_present`, for a tree with the structure of `like`."""
+  """The tree with the leaf of `like` in place of each `ABSENT`: undoes `_present`."""
   again = lambda old, new: old if _is_absent(new) else new
   return jax.tree.map(again, like, tree, is_leaf=is_halves)
 
@@ -191,7 +191,7 @@ class _Slot:
     return self.value.parts[layer.index] if is_apart(self.value) else self.value
 
   def here(self, layer: Layer) -> Any:
-    """The layer's array in the device's memory, a shared one for every layer; else None."""
+    """The shared array, or the layer's array in the device's memory; None if it has none there."""
     if self.shared:
       return self.value
     if self.on_host or not self._is_of(layer):

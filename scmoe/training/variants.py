@@ -51,7 +51,7 @@ class Variant:
     return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
-# The fastest variant so far -> a variant that may be faster.
+# A function from the fastest variant so far to one that may be faster.
 Change = Callable[[Variant], Variant]
 
 # Fields of `Variant` that `train.tune` may name -> the words that they take; (): whole numbers.

@@ -21,7 +21,7 @@ LOCK = "run.lock"
 TOUCH_SECONDS = 30  # time between two touches of the lock file by a living run
 FOREIGN_STALE_SECONDS = 300  # silence after which a lock of another host counts as left behind
 _PROBE_BYTES = 4096
-_BUSY = (errno.EAGAIN, errno.EACCES)  # somebody else holds the lock
+_BUSY = (errno.EAGAIN, errno.EACCES)  # errors of flock if another process holds the lock
 _LARGEST_PID = 2**31 - 1
 
 _descriptors: set[int] = set()  # open descriptors of all locks that this process holds
@@ -247,7 +247,7 @@ def _close(descriptor: int) -> None:
 
 
 def _close_in_child() -> None:
-  """Closes the locks in a forked child, such as TensorBoard's writer, which may outlive the run."""
+  """Closes the locks' files in a forked child: a child that outlives the run would hold them."""
   for descriptor in list(_descriptors):
     _close(descriptor)
 

@@ -129,7 +129,8 @@ def stream(
   asked, parts = len(prompts), mesh.size // mesh.shape["tensor"]
   prompts = prompts + [prompts[-1]] * (-asked % parts)
   lengths_B = np.array([len(p) for p in prompts], np.int32)
-  padded = _round_up(int(lengths_B.max()), 16)  # few lengths of the padded batch: few compilations
+  # XLA compiles a program for each length of the padded batch; multiples of 16 are fewer lengths.
+  padded = _round_up(int(lengths_B.max()), 16)
   tokens_BS = np.zeros((len(prompts), padded), np.int32)
   for row, prompt in enumerate(prompts):
     tokens_BS[row, : len(prompt)] = prompt

@@ -75,7 +75,7 @@ def _place(names: list[str], trunk: ModelConfig) -> tuple[str, int]:
   if names[0] == "moe":
     return "gate" if "router_gate" in names else "experts", every * rule.units_per_moe - 1
   unit = int(names[1])
-  if names[2] != "blocks":  # the unit's own norms, and its mix
+  if names[2] != "blocks":  # the parameter is of a norm or the mix of the unit itself
     return "norms", (unit + 1) * every - 1
   block = int(names[3])
   is_shared = bool(rule.taps) and block == every - 1

@@ -31,7 +31,7 @@ from scmoe.moe.layer import MoECall
 from scmoe.moe.losses import statistics
 from scmoe.moe.types import Routing
 
-PARTS = 8  # number of equal parts of a row; entropy and confidence are also given for each part
+PARTS = 8  # equal parts of a row; the probe gives entropy and confidence of each part as well
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,7 +406,7 @@ def _of_routings(
     [G, PARTS], with `tokens_in_parts` the number of tokens.
   """
   routings, current = heard.routings, heard.current
-  num_experts = routings[0].probs_TE.shape[1]  # includes zero experts
+  num_experts = routings[0].probs_TE.shape[1]  # number of experts, zero experts included
   load, domains, classes, neighbours, entropy, confidence, repeated, same = ([] for _ in range(8))
   in_parts: dict[str, list[Array]] = {"entropy": [], "confidence": [], "tokens": []}
   for g, (routing, now, (mask_T, domain_T, class_T)) in enumerate(zip(routings, current, read)):

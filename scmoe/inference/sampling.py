@@ -43,7 +43,8 @@ def keep_top_p(logits_BV: Array, p: float) -> Array:
   """
   sorted_BV = jnp.sort(logits_BV, axis=-1)[:, ::-1]
   probs_BV = jax.nn.softmax(sorted_BV, -1)
-  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # sum of the probabilities sorted before this one
+  # For each token the total probability of the tokens that are sorted before it.
+  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV
   least_B1 = jnp.where(before_BV < p, sorted_BV, jnp.inf).min(-1, keepdims=True)
   return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
 

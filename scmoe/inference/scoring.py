@@ -90,7 +90,8 @@ def score(
     for number, continuation in enumerate(continuations)
     for window in windows(_checked(continuation, model.config.vocab_size), length)
   ]
-  asked.sort(key=lambda item: -len(item[1].tokens))  # rows of similar length share a batch
+  # Sorted by length, windows of similar length share a batch, so that rows have little padding.
+  asked.sort(key=lambda item: -len(item[1].tokens))
   graph, params = nnx.split(model)
   program = make_scores(graph, mesh)
   if prepare is not None:
@@ -143,7 +144,7 @@ def _rows(asked: list[Continuation], batch_size: int, length: int) -> tuple[np.n
   targets that are scored, 0 for context and padding.
   """
   longest = max(len(tokens) for tokens, _ in asked) - 1
-  # Rounds up to a power of two, or to `length`, so that few shapes are compiled.
+  # The width is rounded up to a power of two, or to `length`, so that XLA compiles few programs.
   size = min(length, max(_SHORTEST, 1 << (longest - 1).bit_length()))
   inputs, targets = np.zeros((2, batch_size, size), np.int32)
   mask, weights = np.zeros((batch_size, size), bool), np.zeros((batch_size, size), np.float32)

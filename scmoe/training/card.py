@@ -17,14 +17,15 @@ from scmoe.base.stored import Maybe, StoredError, read_json, write_json
 
 CARD = "card.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
-# The fields that readers of a card rely on; see `scmoe.base.stored.check_shape`.
+# The fields that readers of card.json rely on, with their types; see `scmoe.base.stored`.
 CARD_SHAPE = {
   "config": Maybe(dict),
   "devices": Maybe({"count": int, "kind": str}),
   "parameters": Maybe(dict),
   "starts": Maybe([dict]),
 }
-# Environment variables that change how jax computes. No others are stored: they may hold secrets.
+# Environment variables that change how jax computes. The card leaves out all others: they may hold
+# secrets.
 _VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVICES", "NCCL_ALGO")
 
 
@@ -76,7 +77,7 @@ def versions() -> dict[str, str]:
 
 def devices() -> dict[str, Any]:
   """Platform and kind of the first device, and the numbers of devices and processes of the run."""
-  import jax  # imported here, since commands that only read a card need no jax
+  import jax  # not at the top of the file, since commands that only read a card need no jax
 
   first = jax.devices()[0]
   return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count(),

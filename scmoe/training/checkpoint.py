@@ -74,8 +74,10 @@ class Checkpointer:
   def __init__(self, workdir: str | os.PathLike[str], cfg: CheckpointConfig):
     quiet_libraries()
     self.directory = Path(workdir).absolute() / FOLDER
-    self.last_saved: int | None = None  # newest step known to be complete
-    self.last_seconds = 0.0  # the last complete save: seconds from its start until `wait` saw it
+    # The newest step that is known to be saved completely; None: no step is.
+    self.last_saved: int | None = None
+    # Seconds from the start of the last complete save until `wait` saw its end.
+    self.last_seconds = 0.0
     self._cfg = cfg
     self._failures = 0
     self._pending: tuple[int, float] | None = None
@@ -109,7 +111,7 @@ class Checkpointer:
     try:
       self._clear_destination(step)
       self._writer.save(self.directory / str(step), args=_items(leaves, data, meta))
-    except Exception as error:  # orbax passes on whatever the file system or tensorstore raised
+    except Exception as error:  # orbax passes on any exception of the file system or tensorstore
       self._failed(step, error)
       return False
     self._pending = (step, started)
@@ -261,7 +263,8 @@ class Checkpointer:
     place, problem, restored = self.directory / str(step), "", None
     try:
       meta, data = read_description(place)
-      if meta["step"] != step:  # without this, a run would continue with the data of another step
+      # Without this test a run would resume from a copied folder with the data of another step.
+      if meta["step"] != step:
         raise Damaged(f"it is a copy of step {meta['step']}")
       if check is not None:
         check(meta)
@@ -317,7 +320,7 @@ class Checkpointer:
   def _failed(self, step: int, error: Exception) -> None:
     self._failures += 1
     free = 0.0
-    with contextlib.suppress(OSError):  # the folder may be gone
+    with contextlib.suppress(OSError):  # the checkpoints' folder may have been removed
       free = shutil.disk_usage(self.directory).free / 2**30
     text = (
       f"saving step {step} to {self.directory} failed ({free:.1f} GiB free): {in_one_line(error)}"

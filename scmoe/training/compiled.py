@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-PROGRAMS = "programs"  # in the run's folder: jax's compilation cache
+PROGRAMS = "programs"  # folder of jax's compilation cache in the run's folder
 CACHE, _LEAST = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
-_WORTH = 0.1  # seconds: a program whose compilation takes less is not kept
+_WORTH = 0.1  # a program whose compilation takes fewer seconds is not kept
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def kept_programs(folder: Path) -> Iterator[None]:
   least = getattr(jax.config, _LEAST)
   jax.config.update(CACHE, str(folder.resolve() / _processor()))
   jax.config.update(_LEAST, min(least, _WORTH))
-  # jax decides at its first compilation which cache it uses; this makes it decide again.
+  # jax decides at its first compilation which cache it uses. After a reset it decides again.
   compilation_cache.reset_cache()
   try:
     yield

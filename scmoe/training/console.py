@@ -73,7 +73,8 @@ class Bar:
 
 
 def _is_terminal() -> bool:
-  with contextlib.suppress(AttributeError, ValueError):  # no standard output, or a closed one
+  # Without a standard output `isatty` raises AttributeError, with a closed one ValueError.
+  with contextlib.suppress(AttributeError, ValueError):
     return sys.stdout.isatty()
   return False
 

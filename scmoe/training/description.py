@@ -24,9 +24,12 @@ from scmoe.training.fingerprint import survey
 from scmoe.training.schema import SCHEMA, upgraded
 
 PyTree = Any
-WEIGHTS_ONLY = "weights_only"  # true in the meta of a step that holds no optimizer's state
-PIECES = "params"  # for a step saved in pieces: the item that holds all its arrays
-_NARROW = ("bfloat16", "float16")  # types of released models: read into float32 without loss
+# A field of a step's meta, true if the step holds weights and no state of an optimizer.
+WEIGHTS_ONLY = "weights_only"
+# The folder that holds all arrays of a step that was saved in pieces.
+PIECES = "params"
+# Types of released models; float32 holds their values exactly.
+_NARROW = ("bfloat16", "float16")
 _ITEM = re.compile(r"params(_\d+)?|state")
 _LEAF = {
   "shape": [int],

@@ -26,9 +26,9 @@ VARIABLES = {
 
 
 class Cluster(NamedTuple):
-  """The processes of a run: where they meet, how many they are, and which one this is."""
+  """The processes of a run: host:port of process 0, how many they are, and which one this is."""
 
-  coordinator: str  # host:port of process 0
+  coordinator: str
   num_processes: int
   process_id: int
 

@@ -21,7 +21,7 @@ from scmoe.training.distributed import is_first
 from scmoe.training.interfaces import Trainable
 from scmoe.training.options import CheckpointConfig
 
-REPLAY = "replay"  # folder, in the folder of the run, of the files of `write_replay`
+REPLAY = "replay"  # the folder, within the run's folder, into which `write_replay` writes
 _NUMBERS = ("objective", "loss", "grad_norm", "skipped", "skipped_in_row", "loss_scale", "spike")
 
 

@@ -39,10 +39,12 @@ from scmoe.training.search import Search
 from scmoe.training.step import Objective, TrainState, make_train_step
 from scmoe.training.variants import Change, StepVariants, Variant, parse_candidates
 
-PROFILES = "profile_guided"  # folder of measured operation latencies; see `GuidedStep`
+# The folder, within the run's folder, of the latencies that `GuidedStep` measures.
+PROFILES = "profile_guided"
 # Arguments of `Search` for `overlap.schedule=auto`: `most_steps` (on the cut), `rounds`, `margin`.
 MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01
-CORES = 4  # CPU cores of the host that each of several simultaneous compilations should have
+# XLA compiles as many candidates at once as the host has this number of CPU cores for each.
+CORES = 4
 
 
 class Searchable(Protocol):
@@ -161,7 +163,9 @@ def fastest_step(
   steps, tuned = StepVariants(make), parse_candidates(built.train.tune)
   searches = built.overlap.search_seconds > 0
   candidates: Sequence[Variant | Change] = tuned
-  if searches:  # one search: first the user's candidates, then schedules for the fastest of them
+  # With auto and `train.tune` one search tries both: first the user's candidates, then schedules
+  # for the fastest of them.
+  if searches:
     first, *others = built.candidates
     candidates = (first, *(tuned if built.train.tune else ()), *others)
   if same_transport:

@@ -52,14 +52,16 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
   return [f"{number:08x}" for number, _ in ordered], [good for _, good in ordered]
 
 
-# -- large arrays of a CPU ------------------------------------------------------------------------
+# -- large arrays on a CPU, and arrays in the host's memory ----------------------------------------
 # On a CPU, XLA writes the mixed words to memory before it adds them: twice the size of a bfloat16
 # array. That takes ten times as long as a loop over blocks that stay in registers, so large arrays
 # are read in such blocks. So are arrays in the host's memory (`scmoe.training.host_arrays`) of any
 # size.
 
-_WALKED = 2**20  # an array on a CPU with at least this many elements is read in blocks
-_BLOCK = 1024  # elements of the largest block
+# An array on a CPU is read in blocks if it has at least this many elements.
+_WALKED = 2**20
+# Elements of the largest block; but if no number from 129 to 1,024 divides a row, it is a block.
+_BLOCK = 1024
 _EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 _INTEGERS = {"int8", "uint8", "int16", "uint16", "int32", "uint32"}
 
@@ -139,7 +141,7 @@ def _walk(x: Array, strides: tuple[int, ...], start: Array) -> tuple[Array, Arra
   dims, steps = (*x.shape[:-1], last // size), (*strides[:-1], size)
   blocks = x.reshape(-1, size)
   lane = jnp.arange(size, dtype=jnp.uint32)
-  exponent = _EXPONENTS.get(str(x.dtype), 0)  # the exponent bits: all ones in NaN and infinity
+  exponent = _EXPONENTS.get(str(x.dtype), 0)  # bits that are all 1 in NaN and infinity only
 
   def add(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
     place = start
@@ -165,7 +167,8 @@ def _fingerprint(x: Array) -> Array:
 def positions(shape: tuple[int, ...]) -> Array:
   """Row-major position of every element of an array, uint32, modulo 2^32."""
   position, stride = jnp.zeros(shape, jnp.uint32), 1
-  for axis in reversed(range(len(shape))):  # XLA keeps an iota per axis sharded, but not a flat one
+  # One iota for each axis, because XLA keeps those sharded, but not one iota over all elements.
+  for axis in reversed(range(len(shape))):
     axis_position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
     position += axis_position * jnp.uint32(stride % 2**32)
     stride *= shape[axis]

@@ -25,8 +25,10 @@ from scmoe.training.distributed import all_agree, bytes_of_first, is_first
 from scmoe.training.lowered import lower
 
 Collect = Callable[[str, Program], bytes]
-PATIENCE = 20  # most steps that try to start the profiler while another trace is running
-WARM_UP = 1  # steps before the profile: the first call of a program loads its kernels
+# Most steps that try to start the profiler while another trace is running.
+PATIENCE = 20
+# Steps before the profile: the first call of a program loads its kernels, which takes time.
+WARM_UP = 1
 
 
 class GuidedStep:
@@ -61,11 +63,16 @@ class GuidedStep:
     self.gpu = jax.default_backend() == "gpu" if gpu is None else gpu
     self.collect, self.say, self.variant = collect, say, variant
     self.program: Program | None = None
-    self.file: Path | None = None  # of the program's profile; None unless the step is guided
-    self.calls_to_profile = 0  # steps still to be profiled, warm-up included
-    self.called = False  # True once the program was called after its last compilation
-    self.waiting: Callable[[], None] | None = None  # compiles the program; `finish` calls it
-    self.refused = 0  # traces that could not be started
+    # The file of the program's profile; None unless the step is guided by one.
+    self.file: Path | None = None
+    # Number of calls until the profile is complete, warm-up included; 0: none is being made.
+    self.calls_to_profile = 0
+    # Whether the program was called after its last compilation.
+    self.called = False
+    # Compiles the program when `finish` calls it; None: no compilation is waiting.
+    self.waiting: Callable[[], None] | None = None
+    # Number of traces that could not be started.
+    self.refused = 0
     self.trace: tempfile.TemporaryDirectory[str] | None = None
 
   @property
@@ -141,7 +148,7 @@ class GuidedStep:
     trace, started = tempfile.TemporaryDirectory(), True
     try:
       jax.profiler.start_trace(trace.name)
-    except RuntimeError:  # the user's own trace is running: try again at a later step
+    except RuntimeError:  # another trace, e.g. the user's, is running: a later step tries again
       started = False
     if all_agree(started):
       self.trace = trace

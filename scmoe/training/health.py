@@ -26,7 +26,7 @@ class CollapseAlarm:
 
   def __init__(self, steps: int):
     self.steps = steps
-    self._since: dict[int, int] = {}  # layer -> step since which it has been collapsed
+    self._since: dict[int, int] = {}  # collapsed layer -> step since which it has been collapsed
     self._said: set[int] = set()
 
   def check(self, step: int, arrays: Mapping[str, np.ndarray]) -> str | None:

@@ -43,7 +43,7 @@ class Journal:
     self._tokens_per_step, self._label = tokens_per_step, label
     self._meter, self._means = Meter(), Means()
     self._bar = Bar(0, 0, shown=is_first())
-    self._metrics: Metrics | None = None  # on process 0, from `open` on
+    self._metrics: Metrics | None = None  # process 0 sets it in `open`; None on the others
     self._vitals = Vitals(workdir, jax.process_index())
     self._alarm = CollapseAlarm(built.train.collapse_steps)
     self._began = time.time()
@@ -76,7 +76,7 @@ class Journal:
     if self._metrics is not None:
       self._metrics.close()
 
-  # -- lines ------------------------------------------------------------------------------------
+  # -- lines on the console ---------------------------------------------------------------------
 
   def say(self, line: str) -> None:
     """Prints a line on the console, on process 0 only."""
@@ -90,7 +90,7 @@ class Journal:
     yield
     self.say(f"{what}: {elapsed(time.perf_counter() - began)}")
 
-  # -- steps ------------------------------------------------------------------------------------
+  # -- times and figures of steps ---------------------------------------------------------------
 
   def host_worked(self, seconds: float) -> None:
     """Notes the seconds that this host took to read a step's batch and place it on its devices."""
@@ -147,7 +147,7 @@ class Journal:
         self._metrics.write_router(step, host)
     self._metrics.write(step, values)
 
-  # -- between steps ----------------------------------------------------------------------------
+  # -- evaluations, comparison of hosts, end of the run -----------------------------------------
 
   def evaluated(self, step: int, values: Mapping[str, float]) -> None:
     """Writes an evaluation of this step to metrics.jsonl and prints it, on process 0."""

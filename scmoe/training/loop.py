@@ -195,14 +195,19 @@ class Run:
     self.batch_sharding = batch_sharding(built.mesh, leading=1)
     self.checkpointer = Checkpointer(workdir, built.checkpoint)
     self.batches = trainer.data.train()
-    self.pending: tuple[int, Results] | None = None  # results of a step, not yet read
+    # A step's number and its results, which the host has not read yet.
+    self.pending: tuple[int, Results] | None = None
     self.batch: Batch | None = None
-    self.compiled: set[str] = set()  # kinds of work that `arm` has seen, which compile no more
-    self.introduced = False  # whether the lines that describe the run were printed
-    self.prepared = False  # whether the training step was compiled
+    # Kinds of work, e.g. "evaluation", that `arm` has seen: they are compiled already.
+    self.compiled: set[str] = set()
+    # Whether the lines that describe the run were printed.
+    self.introduced = False
+    # Whether the training step was compiled.
+    self.prepared = False
     self.evaluated_step = -1
     self.tracing = False
-    self.skipping = False  # whether `skipped_in_row` was above 0 in the last results that were read
+    # Whether `skipped_in_row` was above 0 in the last results that the host has read.
+    self.skipping = False
     self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
     self.journal = Journal(built, workdir, self.tokens_per_step, label)
     self.step_fn = fastest_step(built, self.abstract, workdir, say=self.journal.say)
@@ -213,7 +218,7 @@ class Run:
     place = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.batch_sharding)
     return jax.tree.map(place, self.built.batch_shapes)
 
-  # -- beginning and end ------------------------------------------------------------------------
+  # -- beginning and end of the run -------------------------------------------------------------
 
   def start(self) -> None:
     """Restores the newest valid checkpoint, or initialises; writes config and card; opens outputs.
@@ -253,7 +258,8 @@ class Run:
       self._introduce("new run in" if restored is None else _origin(restored.meta))
     self.journal.open(self.step)
     if restored is not None and self.due(self.train.eval_every) and not self._evaluated():
-      self.evaluate()  # the run was stopped between this step's checkpoint and its evaluation
+      # The run was stopped between this step's checkpoint and its evaluation.
+      self.evaluate()
 
   @contextlib.contextmanager
   def preparing(self) -> Iterator[None]:
@@ -339,7 +345,8 @@ class Run:
     """Closes the outputs and waits for a checkpoint that is being written, however the run ends."""
     self.watchdog.disarm()
     self.journal.close()
-    with contextlib.suppress(StorageError):  # the run ends anyway; earlier failures were warned of
+    # The run ends anyway, and a warning has told the user of each failed save.
+    with contextlib.suppress(StorageError):
       self.checkpointer.close()
 
   def _compare(self, meta: dict[str, Any]) -> None:
@@ -352,7 +359,8 @@ class Run:
     """
     allow = self.built.checkpoint.allow_config_change
     current, stored = json.loads(json.dumps(self.built.config)), meta.get("config", {})
-    if meta.get(WEIGHTS_ONLY):  # this run has trained no step yet: only the architecture must match
+    # A checkpoint of weights alone is no step of this run: only the architecture has to match.
+    if meta.get(WEIGHTS_ONLY):
       check_config(architecture(stored), architecture(current), allow_change=allow)
       return
     fits = not misfit(dataclasses.replace(self.abstract, teacher=None), meta["leaves"])
@@ -362,7 +370,7 @@ class Run:
     if lines and self.first:
       print("changed since the checkpoint was written:", *lines, sep="\n  ", flush=True)
 
-  # -- one step ---------------------------------------------------------------------------------
+  # -- one training step ------------------------------------------------------------------------
 
   def interrupted(self) -> bool:
     """True if the run should stop before the next step."""
@@ -470,14 +478,15 @@ class Run:
     )
     raise not_finite(step, values, self.built, left)
 
-  # -- between steps ----------------------------------------------------------------------------
+  # -- between steps: save, evaluate, sample ----------------------------------------------------
 
   def save(self, *, final: bool = False) -> None:
     """Starts a checkpoint of this step unless it has one; `final` waits until it is written.
 
     Also compares the hosts' times (`Journal.compare_hosts`).
     """
-    self.flush()  # the step's line, if one is due, is in metrics.jsonl before its checkpoint
+    # The step's line, if one is due, must be in metrics.jsonl before the step's checkpoint exists.
+    self.flush()
     self.arm("save", allowance=True)
     arguments = lambda: (self.step, self.state.for_checkpoint(), self.batches.state(), self._meta())
     if final:
@@ -513,7 +522,7 @@ class Run:
     try:
       text = self.trainer.sample(self.state.readable())
       self.journal.say(f"sample at step {self.step}:\n{text}")
-    except Exception as error:  # the model or the tokenizer may raise anything
+    except Exception as error:  # whatever fails in the model or the tokenizer, training goes on
       warn(f"no sample at step {self.step}: {type(error).__name__}: {error}")
     self._pause()
 

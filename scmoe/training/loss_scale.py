@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 LARGEST, SMALLEST = 2.0**24, 1.0
-START = 2.0**16  # where a dynamic factor begins
+START = 2.0**16  # the first value of a dynamic factor
 
 
 @dataclasses.dataclass(frozen=True)

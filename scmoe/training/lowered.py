@@ -30,8 +30,10 @@ from scmoe.base.compat import compiler_options
 from scmoe.base.stored import StoredError, read_bytes, write_whole
 from scmoe.training.compiled import CACHE
 
-_MOST = 2**30  # most bytes of a kept file that are read
-_DIGEST = 32  # bytes of SHA-256 before the program: they show if the file was cut or changed
+# A kept file of more bytes is not read.
+_MOST = 2**30
+# The first bytes of a kept file: a SHA-256, which shows if the program after it was cut or changed.
+_DIGEST = 32
 # Addresses of functions, which a jaxpr's text may hold, are no part of the program.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Environment variables that change what jax, Mosaic or XLA make of a jaxpr.
@@ -62,7 +64,7 @@ def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
   if program is None:
     try:
       program = _exported(step, args)
-    except (ValueError, NotImplementedError):  # the step calls back to Python, for example
+    except (ValueError, NotImplementedError):  # the step cannot be exported; see `_exported`
       return traced.lower()
     _keep(file, program)
   return _as_step(program, traced).lower(*args)

@@ -48,7 +48,7 @@ class Halves:
   def to_float32(self) -> Array:
     """The float32 array; a `jax.ShapeDtypeStruct` if the halves are `jax.ShapeDtypeStruct`s."""
     if isinstance(self.low, jax.ShapeDtypeStruct):
-      # With the sharding of `low`, which may be divided over more ranks than `high`.
+      # The float32 array has the sharding of `low`, which more ranks may divide than `high`.
       return self.low.update(dtype=jnp.dtype(jnp.float32))  # pyright: ignore
     return _joined(self.high, self.low)
 
@@ -138,7 +138,7 @@ def _joined(high: Array, low: Array) -> Array:
   return jax.lax.bitcast_convert_type(upper + low.astype(jnp.uint32), jnp.float32)
 
 
-# -- in the host's memory --------------------------------------------------------------------------
+# -- halves and float32 arrays in the host's memory ------------------------------------------------
 
 
 def _is_away(leaf: Any) -> bool:

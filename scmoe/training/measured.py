@@ -50,7 +50,7 @@ class MeasuredState:
     sharding = batch_sharding(built.mesh, leading=1)
     put = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x))
     self.batch = jax.tree.map(put, built.random_batch())
-    self.figures: Any = None  # [scalars, arrays] that the last step returned; None before it
+    self.figures: Any = None  # [scalars, arrays] of the last step; None before the first
 
   def train(self, step: Callable[..., Any], calls: int = 1) -> None:
     """Calls `step`, which donates its state, `calls` times; may return before the devices are done.

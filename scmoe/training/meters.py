@@ -52,7 +52,7 @@ class Meter:
   def __init__(self) -> None:
     self._last: float | None = None
     self._begun = False
-    self._mean = math.nan  # what the last `take` with timed steps returned
+    self._mean = math.nan  # the mean that `take` returned when it last had timed steps
     self._interval: list[float] = []
     self._recent: deque[float] = deque(maxlen=4096)
 
@@ -106,7 +106,7 @@ def memory_in_use() -> dict[str, int]:
     found["device_memory_bytes"] = peak
   try:
     import resource
-  except ImportError:  # Windows has no `resource`
+  except ImportError:  # Python on Windows has no module `resource`
     return found
   unit = 1 if sys.platform == "darwin" else 1024
   found["host_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

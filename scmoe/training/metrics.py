@@ -26,7 +26,7 @@ from scmoe.base.output import warn
 from scmoe.base.stored import Maybe, StoredError, parse_json, read_bytes, write_whole
 
 METRICS = "metrics.jsonl"
-MOST_METRICS = 2**33  # most bytes of metrics.jsonl that are read: a million lines for 32 layers
+MOST_METRICS = 2**33  # a larger metrics.jsonl is not read: bytes of a million lines of 32 layers
 ROUTER = "router"
 _LINE = {"step": int, "kind": Maybe(str), "layers": Maybe({"*": list})}
 _ROUTER_FILE = re.compile(r"step_([0-9]{1,18})\.npz")
@@ -64,7 +64,7 @@ class MetricsFile:
     self.path = workdir / METRICS
     self._waiting: list[str] = []
     self._warned = False
-    self._torn = False  # the last write failed, perhaps in the middle of a line
+    self._torn = False  # whether the last write failed, perhaps in the middle of a line
     lines = _repair(self.path, resumed_step)
     # Size of the file at the end of the last line that was written whole.
     self._size = self.path.stat().st_size if self.path.exists() else 0
@@ -166,7 +166,7 @@ class TensorBoard:
 
   def __init__(self, workdir: Path, resumed_step: int):
     writer = _summary_writer()
-    # TensorBoard then drops the figures of later steps, which are about to be done again.
+    # TensorBoard drops the figures of steps from `purge` on, which the run is about to do again.
     purge = resumed_step + 1 if resumed_step else None
     self._writer = writer(str(workdir / "tensorboard"), purge_step=purge)
 
@@ -268,7 +268,7 @@ class Metrics:
   def close(self) -> None:
     """Closes the sinks."""
     for sink in self.sinks:
-      with contextlib.suppress(Exception):  # a sink may raise anything
+      with contextlib.suppress(Exception):  # a sink that cannot be closed must not end the run
         sink.close()
     self.sinks.clear()
 

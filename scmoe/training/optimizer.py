@@ -31,15 +31,24 @@ class Optimizer(NamedTuple):
   `tx.update` takes `step=`, the step of the run, and `norm=`, the global norm of the gradients: the
   transformation may see one device's share of the gradients and could not compute their norm. It
   takes `layer=`, too: if it sees one layer at a time (`on_host`), the layer's number in its stack.
+
+  Attributes:
+    tx: the optax transformation.
+    schedule: step -> learning rate.
+    scaling: how the loss is scaled; None: not at all.
+    spikes: the test for spikes; None: every finite step updates the parameters.
+    shares: which data rank updates which parameters and moments; None: each rank updates all.
+    average: how the average of the weights is kept; None: there is none.
+    on_host: how moments in the host's memory are streamed; None: they lie in the devices' memory.
   """
 
   tx: optax.GradientTransformationExtraArgs
-  schedule: Callable[[Any], Any]  # step -> learning rate
-  scaling: LossScaling | None = None  # None: the loss is not scaled
-  spikes: Spikes | None = None  # None: every finite step updates
-  shares: StateShares | None = None  # of parameters and moments; None: each rank updates all
-  average: Average | None = None  # None: no average of the weights is kept
-  on_host: OnHost | None = None  # None: moments lie in the devices' memory
+  schedule: Callable[[Any], Any]
+  scaling: LossScaling | None = None
+  spikes: Spikes | None = None
+  shares: StateShares | None = None
+  average: Average | None = None
+  on_host: OnHost | None = None
 
 
 def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -24,7 +24,7 @@ import tensorstore as ts
 
 from scmoe.training.fingerprint import survey_piece
 
-WORKERS = 16  # threads that make, fingerprint and write pieces
+WORKERS = 16  # number of threads that make, fingerprint and write pieces
 _CONTEXT = {"file_io_sync": False, "file_io_concurrency": {"limit": WORKERS}}
 
 
@@ -125,7 +125,7 @@ class _Handler(ocp.type_handlers.ArrayHandler):
         local_shape=array.piece,
         dtype=array.dtype,
       )
-      typed = ts.Spec(spec | {"dtype": array.dtype.name})  # Orbax 0.12.4 leaves the dtype out
+      typed = ts.Spec(spec | {"dtype": array.dtype.name})  # Orbax 0.12.4's spec lacks the dtype
       opened = ts.open(typed, create=True, open=True, context=context)
       stores[array.name] = await opened
     self.found = _write({array.name: array for array in values}, stores, self._pieces)

@@ -18,8 +18,10 @@ from typing import Any
 from scmoe.base.output import warn
 from scmoe.training.signals import hangups
 
-FINAL = (0, 2, 3, 4, 5, 6, 75)  # exit codes that are passed on; see `scmoe.base.errors`
-LONGEST_WAIT = 60.0  # most seconds between two starts; the wait begins at 1 s and doubles
+# Exit codes after which the run is not started again; see `scmoe.base.errors` for their meaning.
+FINAL = (0, 2, 3, 4, 5, 6, 75)
+# Most seconds between two starts. The wait is 1 s at first and doubles with each restart in a row.
+LONGEST_WAIT = 60.0
 
 
 def supervise(
@@ -51,14 +53,15 @@ def supervise(
     if child is not None:
       child.send_signal(number)
 
-  # A terminal sends SIGINT to the child too, which saves and ends; this process waits for it.
+  # A terminal sends SIGINT to the child too, which then saves and ends. So this process ignores the
+  # signal, and waits for the child.
   before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, *hangups())}
   before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
   used = 0
   try:
     while True:
       reached = progress()
-      # A child inherits ignored signals: this gives SIGINT's default back to it.
+      # A child inherits ignored signals, so `preexec_fn` gives SIGINT's default back to it.
       child = subprocess.Popen(
         command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
       )

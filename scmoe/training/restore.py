@@ -292,7 +292,7 @@ def _read_arrays(
   except (MemoryError, PermissionError):
     raise
   except Exception as error:
-    if "RESOURCE_EXHAUSTED" in str(error):  # too little memory; the files may be undamaged
+    if "RESOURCE_EXHAUSTED" in str(error):  # memory was too small; the files may be undamaged
       raise
     raise Damaged(in_one_line(error)) from None
   return {name: leaves[name] for name in wanted}

@@ -35,7 +35,7 @@ from scmoe.models.vision.options import VisionConfig
 SCHEMA = 2
 _EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
 _GONE = ("router.skewed",)
-_MOST_BLOCKS = 1024  # most `model.moe_every` that is used: a damaged file may hold any number
+_MOST_BLOCKS = 1024  # a larger `model.moe_every` is unusable: a damaged file may hold any number
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 # Fields that later versions added, by the names with which they were added, and the value that
 # describes what earlier runs did. Without it the missing field would count as a change of the
@@ -125,7 +125,8 @@ _SINCE = {
     "muon_rms": 0.2,
     "ema": 0.0,
   },
-  "overlap": {"search_seconds": 90.0, "flight": 1, "ahead": True},  # these fields change no result
+  # These fields of `overlap` change no result, so they have their present defaults.
+  "overlap": {"search_seconds": 90.0, "flight": 1, "ahead": True},
 }
 # Sections that later versions added, with the values that describe what earlier runs did.
 _SECTIONS = {
@@ -166,7 +167,7 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
   `data`.
   """
   stored = {part: config[part] for part in _SINCE if isinstance(config.get(part), dict)}
-  whole = {"model", "data"} <= set(config)  # a part of a configuration gets no further sections
+  whole = {"model", "data"} <= set(config)  # else `config` holds some sections, and gets no others
   added = copy.deepcopy(_SECTIONS) if whole else {}
   return added | config | {part: _SINCE[part] | fields for part, fields in stored.items()}
 

@@ -23,7 +23,8 @@ from scmoe.training.guided import GuidedStep
 from scmoe.training.step import TrainState
 from scmoe.training.variants import Change, StepVariants, Variant
 
-GLANCES = 3  # timed steps of a candidate before the next candidate is built on the fastest so far
+# With `on_best`, timed steps of a candidate before the next one is made from the fastest so far.
+GLANCES = 3
 
 
 def against(candidate: Timing, kept: Timing, margin: float) -> tuple[bool, str]:
@@ -240,7 +241,8 @@ class Search:
       # No step runs meanwhile: XLA times matrix products on the GPU as it compiles, and a step's
       # profile would measure those too.
       jobs = []
-      for c in likely:  # jax traces one candidate while XLA compiles those before it
+      # jax traces each candidate while XLA compiles the ones before it.
+      for c in likely:
         self.steps.step(c).compile(*self._given, later=True)
         jobs.append(pool.submit(self.steps.step(c).finish))
       likely = [c for c, job in zip(likely, jobs) if self._compiled(c, job.result, c == likely[0])]

@@ -46,7 +46,7 @@ from scmoe.training.signals import StopRequest, Watchdog
 from scmoe.training.step import Objective, TrainState, make_local_step
 from scmoe.training.workdir import RunLock, prepare_workdir
 
-_SEEDS = 2**31  # a seed below it fits into int32: device and host make the same keys of it
+_SEEDS = 2**31  # seeds below it fit into int32, so device and host make the same keys of them
 
 
 def train_side_by_side(trainers: Sequence[Trainer]) -> list[TrainState]:
@@ -146,7 +146,7 @@ def _without_seed(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
   return found
 
 
-# -- the program ----------------------------------------------------------------------------------
+# -- the program that trains several seeds --------------------------------------------------------
 
 
 def make_seeds_step(
@@ -186,13 +186,14 @@ def make_seeds_step(
   )
 
 
-# -- the runs -------------------------------------------------------------------------------------
+# -- the runs, and the loop over their steps ------------------------------------------------------
 
 
 class Lane(Run):
   """One of the runs: from `join` on, its state is one row of the joined states [S, ...]."""
 
-  of_all: Callable[[], TrainState] | None = None  # from `join` on: copies this run's row
+  # From `join` on it returns a copy of this run's row of the joined states.
+  of_all: Callable[[], TrainState] | None = None
   _own: TrainState | None = None
   failed: NonFiniteError | None = None
 

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from scmoe.base.errors import WATCHDOG_EXIT
 
-_GRACE_SECONDS = 10.0  # faulthandler acts this much later than the watchdog's own thread
+_GRACE_SECONDS = 10.0  # faulthandler acts so many seconds later than the watchdog's own thread
 
 
 class StopRequest:
@@ -70,9 +70,10 @@ class StopRequest:
     with contextlib.suppress(OSError):
       os.write(2, text.encode())
     if number == signal.SIGINT:
-      signal.signal(signal.SIGINT, self._before[number])  # a second SIGINT ends the process
+      # With the handler of before, a second SIGINT ends the process.
+      signal.signal(signal.SIGINT, self._before[number])
     if self._several:
-      os.kill(os.getpid(), signal.SIGTERM)  # jax passes it on to all processes
+      os.kill(os.getpid(), signal.SIGTERM)  # jax tells all processes of the run that one got it
     else:
       self._asked = True
 
@@ -91,7 +92,7 @@ class Watchdog:
   """
 
   def __init__(self) -> None:
-    self._deadline = 0.0  # 0: not armed
+    self._deadline = 0.0  # a time of `time.monotonic`; 0: the watchdog is not armed
     self._armed_for = (0.0, "")
     self._changed = threading.Condition()
     self._closed = False
@@ -146,4 +147,4 @@ def _end(seconds: float, what: str) -> None:
     os.write(2, text.encode())
   with contextlib.suppress(AttributeError, RuntimeError, ValueError, OSError):
     faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
-  os._exit(WATCHDOG_EXIT)  # a stuck collective cannot be left by an exception
+  os._exit(WATCHDOG_EXIT)  # an exception would not reach a thread that is stuck in a collective

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax import Array
 
 WINDOW = 128
-LEAST = 32  # good steps before the first comparison
-FLOOR = 1e-3  # smallest standard deviation, as a share of the mean
+# Number of good steps before the first comparison.
+LEAST = 32
+# The smallest standard deviation with which a step is compared, as a share of the mean.
+FLOOR = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)

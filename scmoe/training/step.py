@@ -41,21 +41,33 @@ class TrainState:
   A skipped step (its loss or a gradient is not finite, or it is a spike) changes no bit of
   `params`, `opt_state`, `router` and `average`. `step` still counts it, so that the data and the
   learning-rate schedule go on.
+
+  Attributes:
+    step: int32 [], optimizer steps done, skipped ones included.
+    params: float32 parameters, as arrays or as `Halves` (`scmoe.training.masters`).
+    opt_state: optax's state of the optimizer: moments and counters.
+    router: router state that gradients do not train, e.g. balancing biases; may be {}.
+    rng: uint32, data of a random key. It never changes: each step folds its number into it.
+    skipped: int32 [], skipped steps of the whole run.
+    skipped_in_row: int32 [], steps skipped since the last good one, without those whose overflow
+      lowers the factor of the loss.
+    scale: state of `LossScaling`; None without loss scaling.
+    recent: state of `Spikes`; None without a spike test.
+    average: moving average of the parameters, float32; None without `optimizer.ema`.
+    teacher: arrays that the loss reads and no step changes; checkpoints omit them.
   """
 
-  step: Array  # int32 [], optimizer steps done, skipped ones included
-  params: PyTree  # float32, as arrays or as `Halves` (`scmoe.training.masters`)
-  opt_state: PyTree  # optax's state of the optimizer: moments and counters
-  router: PyTree  # router state that gradients do not train, e.g. balancing biases; may be {}
-  rng: Array  # uint32 key data; never changes: each step folds its number into it
-  skipped: Array  # int32 [], skipped steps of the whole run
-  skipped_in_row: (
-    Array  # int32 [], steps skipped since the last good one, without overflows that lower `scale`
-  )
-  scale: PyTree = None  # state of `LossScaling`; None without loss scaling
-  recent: PyTree = None  # state of `Spikes`; None without a spike test
-  average: PyTree = None  # moving average of the parameters, float32; None without `optimizer.ema`
-  teacher: PyTree = None  # arrays that the loss reads and no step changes; checkpoints omit them
+  step: Array
+  params: PyTree
+  opt_state: PyTree
+  router: PyTree
+  rng: Array
+  skipped: Array
+  skipped_in_row: Array
+  scale: PyTree = None
+  recent: PyTree = None
+  average: PyTree = None
+  teacher: PyTree = None
 
   def for_checkpoint(self) -> TrainState:
     """The state as a checkpoint holds it: float32 parameters, stacks whole, no teacher.
@@ -163,9 +175,8 @@ def abstract_state(
   shapes = jax.eval_shape(lambda: _fresh(init, optimizer, 0))
   params, divided_places = stored_shardings(shardings[0], optimizer.shares)
   everywhere = replicated(mesh)
-  absent = lambda leaf: isinstance(
-    leaf, optax.MaskedNode
-  )  # the rule keeps no state for this parameter
+  # optax's mark of a parameter for which a rule keeps no state, e.g. Adam for a matrix of Muon.
+  absent = lambda leaf: isinstance(leaf, optax.MaskedNode)
   opt_state = optax.tree_map_params(
     optimizer.tx,
     lambda leaf, sharding: leaf if absent(leaf) else sharding,
@@ -365,8 +376,8 @@ def _updated(
   missed = 1 - good.astype(jnp.int32)
   scaling, scale, failed = optimizer.scaling, state.scale, missed
   if scaling is not None:
-    # A finite loss with gradients that are not is an overflow: the factor was too large. While the
-    # factor can still fall, such a skipped step does not count in `skipped_in_row`.
+    # If the loss is finite and a gradient is not, it is an overflow: the loss's factor was too
+    # large. While the factor can still fall, such a step does not count in `skipped_in_row`.
     overflow = jnp.isfinite(loss) & ~jnp.isfinite(norm)
     failed = missed * (1 - (overflow & scaling.may_fall(scale)).astype(jnp.int32))
     scale = scaling.after(scale, jnp.isfinite(loss) & jnp.isfinite(norm))

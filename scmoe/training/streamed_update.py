@@ -33,10 +33,10 @@ from scmoe.training.host_arrays import to_device
 from scmoe.training.masters import is_halves
 
 PyTree = Any
-# (gradients of one layer, its state, its number in its stack) -> its new state.
+# A function (gradients of one layer, the layer's state, its number in its stack) -> its new state.
 UpdateLayer = Callable[[PyTree, PyTree, int], PyTree]
-# Stands for another layer's array. It is optax's mark of a parameter that a rule does not see: each
-# rule's moments have it for the parameters of other rules, e.g. Muon's for the embedding.
+# The update of one layer sees this mark in place of other layers' arrays. It is optax's mark of a
+# parameter that a rule does not see: Muon's moments have it for the embedding, for example.
 ABSENT = optax.MaskedNode()
 
 
@@ -215,7 +215,7 @@ class _Slot:
       parts[layer.index] = new
       self.value = Apart(tuple(parts))
     elif self.stack:
-      # In place: the next layer's slice is read from the result.
+      # XLA does this in place, since the next layer's slice is read from the result.
       self.value = jax.lax.dynamic_update_slice_in_dim(self.value, new, layer.index, 0)
     else:
       self.value = new

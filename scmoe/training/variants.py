@@ -54,7 +54,8 @@ class Variant:
 # A function from the fastest variant so far to one that may be faster.
 Change = Callable[[Variant], Variant]
 
-# Fields of `Variant` that `train.tune` may name -> the words that they take; (): whole numbers.
+# For each field of `Variant` that `train.tune` may name, the words that it takes; (): it takes
+# whole numbers.
 TUNABLE: dict[str, tuple[str, ...]] = {
   "adaptive_r": (),
   "chunks": (),

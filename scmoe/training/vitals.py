@@ -17,7 +17,8 @@ import numpy as np
 from scmoe.base.stored import write_json
 
 HEARTBEAT = "heartbeat"
-BEAT_SECONDS = 5.0  # least time between two writes of the heartbeat file
+# The least time between two writes of the heartbeat file.
+BEAT_SECONDS = 5.0
 # A host lags if its own part of a step takes more than LAG times the median host's, and the
 # difference is more than SHARE of the step.
 LAG, SHARE = 1.5, 0.05

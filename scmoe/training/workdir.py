@@ -18,8 +18,10 @@ from scmoe.base.output import warn
 from scmoe.base.stored import StoredError, read_json
 
 LOCK = "run.lock"
-TOUCH_SECONDS = 30  # time between two touches of the lock file by a living run
-FOREIGN_STALE_SECONDS = 300  # silence after which a lock of another host counts as left behind
+# A living run touches its lock file once in this time.
+TOUCH_SECONDS = 30
+# A lock of another host counts as left behind if it was not touched for this time.
+FOREIGN_STALE_SECONDS = 300
 _PROBE_BYTES = 4096
 _BUSY = (errno.EAGAIN, errno.EACCES)  # errors of flock if another process holds the lock
 _LARGEST_PID = 2**31 - 1
@@ -46,7 +48,7 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
     workdir.mkdir(parents=True, exist_ok=True)
     _write_probe(workdir)
   except OSError as error:
-    for place in missing:  # the innermost folder first
+    for place in missing:  # the innermost folder first, since only empty ones can be removed
       with contextlib.suppress(OSError):
         place.rmdir()
     raise StorageError(
@@ -83,7 +85,7 @@ class RunLock:
     self._path = workdir / name
     self._done = threading.Event()
     self._file = -1
-    self._held: list[int] = []  # open descriptors of this lock
+    self._held: list[int] = []  # open descriptors of the files that this lock has locked
 
   def __enter__(self) -> RunLock:
     """Takes the lock.
@@ -115,7 +117,7 @@ class RunLock:
       ConfigError: another process holds a lock.
       StorageError: the file cannot be opened for writing.
     """
-    # A file can be deleted under a running process; the directory's lock then still holds.
+    # If somebody deletes the lock file of a running process, the lock on the directory still holds.
     if self._path.name == LOCK:
       self._hold(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY), warns=False)
     while True:
@@ -139,7 +141,9 @@ class RunLock:
     except OSError as error:
       if error.errno in _BUSY:
         raise self._in_use(_owner(self._path)[0]) from None
-      if warns:  # not for a directory: NFS locks files only, some file systems lock neither
+      # A directory's lock may fail without a warning: NFS locks only files. If the file's fails,
+      # the file system has no locks.
+      if warns:
         warn(
           f"the file system of {self._path} has no locks ({error.strerror}): two runs that start "
           "there in the same moment are not kept apart"
@@ -203,7 +207,7 @@ def _owner(path: Path) -> tuple[dict[str, Any], bool]:
   try:
     silent = time.time() - path.stat().st_mtime
     owner = read_json(path, {"pid": int, "host": str}, most=4096)
-  except (OSError, StoredError):  # no lock, or one whose text was cut off by a full disk
+  except (OSError, StoredError):  # there is no lock file, or a full disk has cut off its text
     return {}, False
   pid = owner["pid"]
   if owner["host"] != socket.gethostname():

@@ -92,7 +92,8 @@ def needs(model: ModelConfig, shapes: Any, load: Workload, *, int8: bool = False
     if is_routed(path, leaf):
       routed += math.prod(shape) * item
       moved += math.prod(shape) * (1 if int8 else item)
-      moved += math.prod((*shape[:-2], shape[-1])) * 4 * int8  # a float32 scale for each column
+      # In eight bits each column of a matrix also has a float32 scale.
+      moved += math.prod((*shape[:-2], shape[-1])) * 4 * int8
     else:
       dense += math.prod(shape) * item
   pairs, tokens = model.num_pairs, max(load.read, load.rows)

@@ -56,7 +56,8 @@ def _hits_of_layer(
 ) -> int:
   """Number of one layer's requests that find their expert in its cache; see `hits`."""
   next_SE = _next_uses(needed_SE) if policy == "belady" else None
-  held = {int(e): place for place, e in enumerate(held_C) if e >= 0}  # expert -> its place
+  # For each expert in the cache, its place there.
+  held = {int(e): place for place, e in enumerate(held_C) if e >= 0}
   free = [place for place, e in enumerate(held_C) if e < 0]
   found = 0
   for step, needed_E in enumerate(needed_SE):

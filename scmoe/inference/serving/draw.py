@@ -126,7 +126,8 @@ def _filtered(logits_BV: Array, rows: Draws) -> Array:
   least_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], 1)
   sorted_BV = jnp.where(sorted_BV < least_B1, -jnp.inf, sorted_BV)
   probs_BV = jax.nn.softmax(sorted_BV, -1)
-  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # sum of the probabilities sorted before this one
+  # For each token the total probability of the tokens that are sorted before it.
+  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV
   nucleus_B1 = jnp.where(before_BV < rows.top_p_B[:, None], sorted_BV, jnp.inf)
   nucleus_B1 = nucleus_B1.min(-1, keepdims=True)
   least_B1 = jnp.where(rows.top_p_B[:, None] < 1, jnp.maximum(nucleus_B1, least_B1), least_B1)

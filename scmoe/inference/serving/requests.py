@@ -11,8 +11,10 @@ import numpy as np
 from scmoe.base.errors import ConfigError
 from scmoe.inference.serving.draw import MOST_LOGPROBS, Needs
 
-MOST_STOPS = 16  # most entries of `Request.stop`, texts and lists of tokens together
-MOST_STOP = 1024  # most characters of a text in `Request.stop`, and most tokens of a list in it
+# Most entries of `Request.stop`, texts and lists of tokens together.
+MOST_STOPS = 16
+# Most characters of a text in `Request.stop`, and most tokens of a list in it.
+MOST_STOP = 1024
 
 
 @dataclasses.dataclass(frozen=True)

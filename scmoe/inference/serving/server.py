@@ -45,11 +45,13 @@ from scmoe.parallel.mesh import TOKEN_AXES, make_mesh
 
 # Limits on the slots of a server, and on the tokens of a page and the prompts' tokens of a turn.
 MOST_SLOTS, MOST_TOKENS = 2**16, 2**20
-Rows = list[tuple[int, Job]]  # (row of a program, request in it)
+# For each row of a program that has work, (the row's number, the request in it).
+Rows = list[tuple[int, Job]]
 # The least tokens of a piece and the fewest pages of a table for which programs are compiled,
 # unless the largest piece or table is smaller.
 _SHORTEST_PIECE, _FEWEST_PAGES = 16, 4
-_FREE_SHARE = 0.9  # share of a device's free memory for pages, if `pages` and `cache_bytes` are 0
+# The share of a device's free memory that pages get if `pages` and `cache_bytes` are 0.
+_FREE_SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Server:
     context = self.config.context
     self.page_tokens = tokens_of_a_page(self._static, params, min(page_tokens, context))
     longest = -(-context // self.page_tokens)
-    self._slots = -(-slots // parts)  # slots of each part
+    self._slots = -(-slots // parts)  # number of slots of each part
     self.pages = self._count_pages(pages, cache_bytes, params, longest)
     self._tables = widths(longest, 3, 2, _FEWEST_PAGES)
     self._pieces = widths(min(prefill_tokens, context), 2, 4, _SHORTEST_PIECE)
@@ -200,7 +202,7 @@ class Server:
       )
     return pages
 
-  # -- requests in, answers out -------------------------------------------------------------------
+  # -- requests come in, answers go out -----------------------------------------------------------
 
   def submit(self, prompt: Any, **options: Any) -> int:
     """Adds a request; returns its number, which its answer has as `id`: 0 for the first request.
@@ -260,7 +262,7 @@ class Server:
     self.statistics.seconds += time.perf_counter() - begin
     return found
 
-  # -- one turn -----------------------------------------------------------------------------------
+  # -- the parts of one turn ----------------------------------------------------------------------
 
   def _admit(self) -> None:
     """Gives waiting requests, oldest first, a slot and the pages of their text and one token more.
@@ -408,7 +410,7 @@ class Server:
       tokens = np.asarray(results.drawn.token_B).tolist()
       now = time.perf_counter()
       for row, job in results.rows:
-        # A request that has ended already was computed one turn too long: the token is dropped.
+        # If a token of an earlier turn has ended the request, the one drawn since is dropped.
         if job.is_running and (finish := job.take(tokens[row], known, row, now)):
           next(part for part in self._parts if job in part.jobs).release(job)
           self._finished.append(job.answer(finish))

@@ -27,7 +27,7 @@ class Reading(Protocol):
     ...
 
   def begin(self, model: Any, batch: Any) -> Begun:
-    """Embeds a batch: the first pair's input with its masks, domains, classes and router states."""
+    """Embeds a batch, and returns this input of the first pair with all other fields of `Begun`."""
     ...
 
   def between(self, model: Any, number: int, h_BSD: Array) -> Array:

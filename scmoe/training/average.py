@@ -43,7 +43,7 @@ class Average:
     return jnp.minimum(self.decay, (1 + count) / (10 + count))
 
   def after(self, average: PyTree, params: PyTree, step: Array) -> PyTree:
-    """The average after a step.
+    """The average after a step, from the one before it and the weights after the step.
 
     Args:
       average: before it, float32.

@@ -85,10 +85,10 @@ def devices() -> dict[str, Any]:
 
 
 def commit(folder: Path) -> dict[str, Any]:
-  """The `commit` of the git checkout around `folder`, and whether it was `changed` since, by name.
+  """`commit` of the git checkout around `folder`, and `changed`: whether files differ from it.
 
-  `changed` is True if tracked files in `folder` differ from the commit. The result is {} if there
-  is no checkout, or git does not answer.
+  Only tracked files in `folder` count for `changed`. The result is {} if there is no checkout, or
+  git does not answer.
   """
   try:
     head = _git(folder, "rev-parse", "HEAD").strip()

@@ -143,7 +143,7 @@ class Checkpointer:
     return True
 
   def save_now(self, step: int, state: PyTree, data_state: dict, meta: dict) -> None:
-    """Saves and waits; tries again until the step is saved. Arguments as of `save`.
+    """Saves a step and waits; tries again if that failed, unless it raises. Arguments as of `save`.
 
     Raises:
       NonFiniteError: the state is not finite; nothing is written.

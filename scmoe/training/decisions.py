@@ -34,7 +34,7 @@ _CHOSEN = {
 
 
 def stored_variant(fields: dict[str, Any], where: str) -> Variant:
-  """Reads the variant that a file stores.
+  """Makes the variant of the fields that a file stores; refuses fields that no search chooses.
 
   Raises:
     StoredError: it has fields that a search does not choose, or fields of other types.

@@ -256,9 +256,9 @@ def _on_whole_steps(
 def _fastest(
   search: Search, built: Searchable, abstract: TrainState, say: Callable[[str], None]
 ) -> Variant | None:
-  """Runs a search on a `MeasuredState` until it has chosen, drops the state, returns the choice.
+  """Runs a search on a `MeasuredState` and returns its choice; None if nothing could be measured.
 
-  None if nothing could be measured, e.g. with too little free memory.
+  Afterwards the state is dropped. Nothing can be measured with too little free memory, for example.
   """
   try:
     measured = MeasuredState(built, abstract, built.train.seed)

@@ -115,7 +115,7 @@ def _walked(leaf: Array) -> tuple[int, bool]:
 
 
 def _on_cpu(x: Array) -> Array:
-  """A shard in a memory where JAX can compute with it.
+  """A shard, copied if it must be, in a memory where JAX can compute with it.
 
   If it lies in the host's memory, that is a copy on JAX's CPU, or on the shard's own device if JAX
   has no CPU. Else the shard is returned as it is.

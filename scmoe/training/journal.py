@@ -49,7 +49,7 @@ class Journal:
     self._began = time.time()
 
   def open(self, step: int) -> None:
-    """Opens the outputs, removes figures of steps after `step` from them, and shows the progress.
+    """Opens the outputs and the progress bar; the run's files lose figures of steps after `step`.
 
     Writes a line of kind `start` to metrics.jsonl. A run that resumes prints its goodput so far.
 

@@ -527,7 +527,7 @@ class Run:
     self._pause()
 
   def _evaluated(self) -> bool:
-    """True if this step needs no evaluation: it has one, or the trainer makes none.
+    """True if this step needs no evaluation: it was evaluated, or the trainer never evaluates.
 
     All processes get the same answer.
     """

@@ -77,7 +77,7 @@ class MeasuredState:
 
 
 def spread(init: Init) -> Init:
-  """The same initialisation, with embeddings of tokens or patches `SPREAD` times as large."""
+  """The initialisation `init`, but with embeddings of tokens or patches `SPREAD` times as large."""
 
   def spread_init(key: Array) -> tuple[Any, Any]:
     params, router = init(key)

@@ -76,10 +76,10 @@ class Meter:
     self._last = None
 
   def take(self) -> float:
-    """Mean seconds per step since the last call.
+    """Mean seconds per step since the last call; the last call's mean if no step was timed since.
 
-    If no step was timed since then, the mean of the call before: the last step of a run has no next
-    dispatch, so it is not timed. NaN if no step was timed at all.
+    The last step of a run has no next dispatch, so it is not timed. NaN if no step was timed at
+    all.
     """
     if self._interval:
       self._mean = float(np.mean(self._interval))

@@ -183,7 +183,7 @@ class TensorBoard:
 
 
 class Tracker:
-  """Scalars to `wandb` or `trackio`, which have one interface: `init`, `log`, `finish`.
+  """Sends scalars to `wandb` or `trackio`, which have one interface: `init`, `log`, `finish`.
 
   The package decides who is logged in, and whether anything leaves the machine
   (WANDB_MODE=offline). A resumed run goes on under its own name.

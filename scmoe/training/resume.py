@@ -79,7 +79,7 @@ def check_config(
   allow_change: bool = False,
   fits: bool = True,
 ) -> list[str]:
-  """Lines `field: stored -> current` for all fields that differ; [] if none does.
+  """Checks a resumed run's configuration; returns lines `field: stored -> current` of what differs.
 
   Args:
     stored: nested dict of the checkpoint's configuration.
@@ -104,7 +104,7 @@ def check_config(
 def check_data(
   stored: dict[str, Any], current: dict[str, Any], *, allow_change: bool = False
 ) -> list[str]:
-  """Lines `field: stored -> current` for fields of the data's fingerprint that differ; [] if none.
+  """Checks a resumed run's data; returns lines `field: stored -> current` of what differs.
 
   Args:
     stored, current: fingerprints of the checkpoint's and of this run's data.
@@ -123,7 +123,7 @@ def check_data(
 
 
 def _compare(stored: dict[str, Any], current: dict[str, Any]) -> tuple[list[str], list[str]]:
-  """Lines `field: stored -> current`: (of all fields that differ, of those not in `SAFE`)."""
+  """(lines `field: stored -> current` of all fields that differ, those of fields not in `SAFE`)."""
   before, after = _leaves(stored), _leaves(current)
   names = [n for n in {**before, **after} if before.get(n, _ABSENT) != after.get(n, _ABSENT)]
   lines = {n: f"{n}: {before.get(n, _ABSENT)} -> {after.get(n, _ABSENT)}" for n in names}
@@ -132,7 +132,7 @@ def _compare(stored: dict[str, Any], current: dict[str, Any]) -> tuple[list[str]
 
 
 def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
-  """Dotted name -> value; lists stay whole, and tuples equal the lists that JSON makes of them."""
+  """Dotted name -> value, of nested dictionaries; lists stay whole, and tuples become lists."""
   if not isinstance(tree, dict):
     return {prefix: list(tree) if isinstance(tree, tuple) else tree}
   out: dict[str, Any] = {}

@@ -324,7 +324,7 @@ class _Together:
     return [lane for lane in self.lanes if lane.failed is None]
 
   def _each(self, act: Callable[[Lane], Any]) -> None:
-    """Does the same for every run; one that turns out to have failed is left out from then on."""
+    """Calls `act` for every run that has not failed; from a failed call on, its run is left out."""
     for lane in self._active():
       try:
         act(lane)

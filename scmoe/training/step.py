@@ -90,10 +90,7 @@ class TrainState:
     return jax.tree.map(put, self.average, self.params)
 
   def begun_from(self, params: PyTree, optimizer: Optimizer) -> TrainState:
-    """This state with other float32 parameters.
-
-    If the optimizer keeps an average, it starts anew as a copy of them.
-    """
+    """This state with other float32 parameters; an average of them begins anew as their copy."""
     average = None if optimizer.average is None else optimizer.average.init(to_device(params))
     return dataclasses.replace(self, params=params, average=average)
 

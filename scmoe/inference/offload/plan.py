@@ -207,7 +207,7 @@ def plan(
   machine: Machine = MACHINES["h200-nvlink"],
   devices: int = 1,
 ) -> Plan:
-  """Chooses the `Offload` by the rules below, and computes its expected memory and speed.
+  """Chooses an `Offload` that fits the memories, and computes its expected memory and speed.
 
   All experts stay on the device if they fit. If not, each phase, prefill and decode, gets a
   `Migration`. If one pass of the phase makes at least as many choices as the device has experts of

@@ -35,14 +35,14 @@ class Needs(NamedTuple):
   logprobs: bool = False
 
   def __or__(self, other: Any) -> Needs:
-    """The parts that at least one of the two has."""
+    """The parts that at least one of the two `Needs` has."""
     return Needs(*(one or two for one, two in zip(self, other)))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-  """The options, the random key and the progress of each row that draws; see also `Sampling`.
+  """Each row's sampling options, random key and number of new tokens, for `draw`; see `Sampling`.
 
   Attributes:
     temperature_B: float32; 0: the most probable token.

@@ -30,7 +30,7 @@ class FreePages:
 
 
 def widths(most: int, steps: int, factor: int, least: int = 1) -> list[int]:
-  """Up to `steps` ascending numbers, of which `most` is the last; `factor` is their ratio.
+  """Ascending numbers, at most `steps`: `most` is the last, each other one is the next / `factor`.
 
   Quotients are rounded up. For each of the numbers, pages of a table or tokens of a piece, XLA
   compiles a program; so they must be few.

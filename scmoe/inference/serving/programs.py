@@ -1,9 +1,9 @@
-"""The programs of a server: one reads pieces of prompts, the other adds a token to active slots.
+"""A server's programs: one makes the caches, one reads prompts, one adds a token to active slots.
 
-Both have fixed shapes: rows without work are masked, visit no expert and write to no page. The
-attention caches are a pool of pages (`scmoe.layers.pages`), which each program updates in place.
-On a mesh, every index on the axes of tokens (`TOKEN_AXES`) is a *part* with its own slots and its
-own pool; the numbers in a page table count the pages of the row's own part.
+The last two have fixed shapes: rows without work are masked, visit no expert and write to no page.
+The attention caches are a pool of pages (`scmoe.layers.pages`), which both update in place. On a
+mesh, every index on the axes of tokens (`TOKEN_AXES`) is a *part* with its own slots and its own
+pool; the numbers in a page table count the pages of the row's own part.
 
     B  slots of a part      R  rows of a piece of a part      C  tokens of a row of a piece
     P  pages of a table

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-START = "start"  # kind of the line that a start writes; `time` is in seconds since 1970
+START = "start"  # kind of the line of metrics.jsonl that each start writes, with its `time`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Goodput:
 
   @property
   def words(self) -> str:
-    """For the console: goodput 83.5 %: 50.1 of 60.0 s trained since the run began, in 2 starts."""
+    """A text such as: goodput 83.5 %: 50.1 of 60.0 s trained since the run began, in 2 starts."""
     starts = f"in {self.starts} starts" if self.starts > 1 else "in one start"
     return (
       f"goodput {100 * self.share:.1f} %: {self.trained:.1f} of {self.wall:.1f} s trained since "

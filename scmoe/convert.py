@@ -5,6 +5,8 @@
   python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/a --upcycle wiring=scmoe_pos2
   python -m scmoe.convert --from runs/top2 --workdir runs/b --upcycle wiring=farskip
   python -m scmoe.convert --workdir runs/a --inference exports/a --dtype int8
+  python -m scmoe.convert --from runs/a --workdir runs/placed --place devices=4
+  python -m scmoe.convert --from runs/tuned --workdir runs/small --prune keep=0.5 --start runs/base
 
 Reads and writes model folders in the layout of Hugging Face transformers: config.json, safetensors,
 tokenizer.json, and the files that say how texts begin and end. --from makes the model step 0 of a
@@ -16,9 +18,15 @@ none of them can express leaves with its own code, which transformers runs with
 trust_remote_code=True. Everything is checked before anything is written.
 --inference writes a folder for --model of scmoe.generate, scmoe.evaluate and scmoe.serve: any run's
 weights without optimizer, with checksums.
+--place and --prune read a run and make another one, step 0 of --workdir: the same experts in an
+order for the devices that will hold them, or some of the experts of each layer.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.paths import expanded
@@ -26,10 +34,16 @@ from scmoe.pretrained.imported import import_model
 from scmoe.run.command_line import HELP, Flag, check_environment, help_text, parse
 from scmoe.run.exported import export_inference, export_model
 from scmoe.run.names import check_workdir
+from scmoe.run.rearranged import Source, place_run, prune_run
 from scmoe.run.upcycled import is_run, upcycle_run
 
 FLAGS = (
-  Flag("from", str, "", "folder of a released model to read, or with --upcycle of a run"),
+  Flag(
+    "from",
+    str,
+    "",
+    "folder of a released model to read; with --upcycle, --place, --prune also of a run",
+  ),
   Flag("to", str, "", "folder to write the run's model to; must not exist yet"),
   Flag(
     "inference",
@@ -61,6 +75,35 @@ FLAGS = (
     "with --from: start another architecture from the model: wiring=scmoe_pos2 from one with "
     "experts, experts=8 (or experts=8,top_k=2,wiring=...) from a dense one",
   ),
+  Flag(
+    "place",
+    str,
+    "",
+    "with --from RUN: order of the experts for devices=W, made from the choices on text; "
+    "by=balance (the default: equal rows for all devices), by=together (a token's experts of one "
+    "layer on one device) or by=affinity (of consecutive layers); batches=16",
+  ),
+  Flag(
+    "prune",
+    str,
+    "",
+    "with --from RUN: experts to keep in each layer, keep=4 or a share such as keep=0.5; "
+    "by=router_norm (the default: whose gate weights have grown most since --start), by=use (that "
+    "tokens choose most; batches=16) or by=random (seed=0)",
+  ),
+  Flag(
+    "start",
+    str,
+    "",
+    "with --prune by=router_norm: folder of the run from which the training began; default: "
+    "train.init_from",
+  ),
+  Flag(
+    "text",
+    str,
+    "",
+    "with --place, --prune by=use: file or folder of text in place of the validation text",
+  ),
   HELP,
 )
 
@@ -71,13 +114,17 @@ def main(argv: list[str]) -> None:
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
   check_environment()
+  workdir = check_workdir(values["workdir"])
+  step = None if values["step"] < 0 else values["step"]
+  if values["place"] or values["prune"]:
+    return print(_rearranged(values, workdir, step))
   if sum(bool(values[name]) for name in ("from", "to", "inference")) != 1:
     raise ConfigError(
       "give one of: --from FOLDER to read a released model, --to FOLDER to write one, --inference "
       "FOLDER to write a folder for inference"
     )
-  workdir = check_workdir(values["workdir"])
-  step = None if values["step"] < 0 else values["step"]
+  if lost := next((name for name in ("start", "text") if values[name]), None):
+    raise ConfigError(f"--{lost} goes with --place or --prune; leave it out")
   if values["from"]:
     options = {"mesh": values["mesh"], "upcycle": values["upcycle"]}
     if is_run(source := expanded(values["from"], "--from")):
@@ -92,6 +139,34 @@ def main(argv: list[str]) -> None:
   flag = "to" if values["to"] else "inference"
   folder = expanded(values[flag], f"--{flag}")
   return print(write(workdir, folder, **options))
+
+
+def _rearranged(values: Mapping[str, Any], workdir: Path, step: int | None) -> str:
+  """Runs --place or --prune; returns lines for the user.
+
+  Raises:
+    ConfigError: the flags do not go together; else see `place_run` and `prune_run`.
+  """
+  if values["place"] and values["prune"]:
+    raise ConfigError("give one of --place and --prune; the second can read the run of the first")
+  flag = "place" if values["place"] else "prune"
+  if not values["from"]:
+    raise ConfigError(f"--{flag} reads a run and makes another one: give --from RUN, --workdir NEW")
+  if lost := next((n for n in ("to", "inference", "dtype", "upcycle") if values[n]), None):
+    raise ConfigError(f"--{lost} has no effect with --{flag}; leave it out")
+  if values["start"] and flag == "place":
+    raise ConfigError("--start goes with --prune; leave it out")
+  folder = expanded(values["from"], "--from")
+  source = Source(folder, step, values["ema"], values["mesh"], values["text"])
+  if not is_run(folder):
+    raise ConfigError(
+      f"--from={str(folder)!r} is not the folder of a run, which --{flag} needs; read a released "
+      "model first: scmoe.convert --from FOLDER --workdir RUN"
+    )
+  if values["place"]:
+    return place_run(source, workdir, values["place"])
+  start = str(expanded(values["start"], "--start")) if values["start"] else ""
+  return prune_run(source, workdir, values["prune"], start)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,15 @@ RANKS = [
   ("run.dry_run", "run.controls"),
   ("run.benchmark", "pretrained", "run.summary", "run.generation_flags"),
   ("run.opened",),
-  ("run.tasks", "run.teacher", "run.base", "run.exported", "run.upcycled", "run.session"),
+  (
+    "run.tasks",
+    "run.teacher",
+    "run.base",
+    "run.exported",
+    "run.upcycled",
+    "run.rearranged",
+    "run.session",
+  ),
   ("bench",),
   (
     "train",

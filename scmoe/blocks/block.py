@@ -171,7 +171,7 @@ class BlockConfig(Options, path="model"):
 
   @property
   def wiring_rule(self) -> Wiring:
-    """The wiring as data."""
+    """The `Wiring` that the option `wiring` names."""
     return WIRINGS[self.wiring]
 
   @property
@@ -340,7 +340,7 @@ class BlockConfig(Options, path="model"):
 
   @property
   def attention(self) -> AttentionConfig | LatentAttentionConfig:
-    """The options of every attention."""
+    """The options with which `make_attention` makes an attention, ordinary or latent."""
     shared: dict[str, Any] = {
       "rope_theta": self.rope_theta if self.style == "llama" else 0.0,
       "rope": self.rope,

@@ -31,7 +31,7 @@ class Mix(nnx.Module):
     )
 
   def __call__(self, shared_BSD: Array, routed_BSD: Array, x_BSD: Array) -> Array:
-    """Adds the two; coefficients are computed in float32."""
+    """Adds shared and routed output, weighted; the weights are computed in float32 at least."""
     if self.weight is None:
       return shared_BSD + routed_BSD
     wide = jnp.promote_types(x_BSD.dtype, jnp.float32)

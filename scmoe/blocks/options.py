@@ -12,7 +12,8 @@ from scmoe.base.options import Options, option, section
 # (experiments/LOG.md). Programs that exchange rows contain all pairs twice, the second time for the
 # last microbatch, so their limit is lower.
 WRITTEN_OUT, WRITTEN_OUT_EXCHANGING = 32, 8
-UNROLLED = 4  # pairs per step of the scan in deeper models that exchange rows
+# Pairs in a step of the scan over layers, in models that exchange rows and have more pairs.
+UNROLLED = 4
 
 
 @dataclasses.dataclass(frozen=True)

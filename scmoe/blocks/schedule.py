@@ -38,7 +38,7 @@ from scmoe.blocks.wiring import Tap, Wiring, is_handed_over, tap_index
 PROJECTIONS, MIXING, MLP, SHARED = "projections", "mixing", "mlp", "shared expert"
 # Steps of the MoE, and the end of the pair.
 ROUTE, DISPATCH, EXPERTS, COMBINE, ADD = "route", "dispatch", "experts", "combine", "add"
-BARRIER = "barrier"  # computes nothing: what stands on its two sides stays there
+BARRIER = "barrier"  # a step that computes nothing: what stands on either side of it stays there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,8 @@ def make_schedule(
   if overlap.order == "barriers" and overlap.flight == 1:
     places = [dataclasses.replace(place, sent=_sent_behind(place)) for place in places]
   order = ""
-  if overlap.order == "barriers" or overlap.flight > 1:  # turns need an order (`in_turns`)
+  # Batches can take turns only if barriers keep the order (`in_turns`).
+  if overlap.order == "barriers" or overlap.flight > 1:
     order = "forward" if overlap.ablation.backward == "free" else "both"
   mirrored = [
     _Place(place.start, place.back, place.back, ahead=ahead, sent=place.sent) for place in places
@@ -282,8 +283,11 @@ def _in_order(dense: Sequence[Step], places: Sequence[_Place], tied: str = "") -
 
 
 def _picked(steps: Sequence[Step], begun: bool, begins_next: bool) -> tuple[Step, ...]:
-  """See `Schedule.of`. A pair whose dispatch has begun has an input that was handed over, so no
-  barrier stands before its route."""
+  """The steps of one pair, out of those that `Schedule.steps` has for two; see `Schedule.of`.
+
+  If `begun`, the pair's route and dispatch are left out. No barrier stands before them, since the
+  pair's input was handed over.
+  """
   sends = lambda step: step.operation in (ROUTE, DISPATCH)
   left_out = lambda step: not begins_next if step.ahead else begun and sends(step)
   return tuple(step for step in steps if not left_out(step))

@@ -62,12 +62,12 @@ class Times:
 
   @property
   def communication(self) -> float:
-    """Dispatch and combine."""
+    """Time of dispatch and combine together."""
     return self.dispatch + self.combine
 
   @property
   def computation(self) -> float:
-    """Everything but communication: no schedule is faster."""
+    """Time of everything but communication; no schedule takes less."""
     return self.before + self.window + self.route + self.experts + self.add
 
   @property
@@ -123,9 +123,9 @@ def split_window(wiring: Wiring, blocks: int) -> tuple[list[Step], list[Step]]:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-  """One operation on one stream of a timeline."""
+  """One operation on a stream of a timeline (COMPUTE or LINK), with its start and its end."""
 
-  stream: str  # COMPUTE or LINK
+  stream: str
   name: str
   start: float
   end: float
@@ -148,7 +148,9 @@ def sequential_makespan(times: Times) -> float:
 
 
 def best_slot(times: Times) -> str:
-  """The slot of the shortest makespan (paper Eq. 11); among equals one between operations, the
+  """The slot of the shortest makespan (paper Eq. 11).
+
+  Among equals a slot between two operations comes before one inside an attention, then the
   earliest.
   """
   return min(times.slots, key=lambda slot: (makespan(times, slot), PROJECTIONS in slot))
@@ -165,7 +167,8 @@ def best_slots(times: Times, factor: float = 2.0) -> tuple[str, str]:
   best = min(
     range(len(slots)), key=lambda i: (makespan(backward, mirror(i)), PROJECTIONS in slots[i])
   )
-  least = makespan(backward, mirror(best)) * (1 + 1e-9)  # sums in another order round differently
+  # A little more than the shortest, because sums in another order round differently.
+  least = makespan(backward, mirror(best)) * (1 + 1e-9)
   if makespan(backward, mirror(slots.index(forward))) <= least:
     return forward, forward
   return forward, slots[best]

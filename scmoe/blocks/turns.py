@@ -20,11 +20,11 @@ class Walk(Protocol):
     ...
 
   def resume(self) -> None:
-    """Goes on from `live`."""
+    """Lets the batch go on from the values in `live`."""
     ...
 
   def pause(self) -> None:
-    """Puts the computed values into `live`."""
+    """Puts the values that the batch has computed into `live`."""
     ...
 
   def finish(self) -> None:

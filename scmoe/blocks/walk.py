@@ -168,8 +168,10 @@ class PairWalk:
       self.layer_experts = context.experts.of_layer(pair.moe.experts, context.kept)
     self.handed_BSD, self.caches = handed_BSD, caches
     self.begun, self.following = begun, following
-    self.next_input_BSD: Any = None  # the normalised value that the next pair's experts read
-    self.next_routed: Any = None  # the next pair's tokens after its route, and after its dispatch
+    # The normalised value that the next pair's experts read.
+    self.next_input_BSD: Any = None
+    # The next pair's tokens, after its route step and then after its dispatch step.
+    self.next_routed: Any = None
     self.new_caches: list[list[Any]] = []
     self.hidden: list[Array] = []
     self.sums: RouterSums | None = None
@@ -229,12 +231,16 @@ class PairWalk:
     passed = self.pair.passed_on
     start_BSD = None if passed is None else self.unit.hand_over(Tap.BLOCK_INPUT, self.main)
     self.handed_BSD = start_BSD if self.handed_BSD is None else self.handed_BSD
-    self.next_handed_BSD = start_BSD  # a tap inside the unit replaces it
-    self.h_BSD: Any = None  # the residual stream before an attention's output is added
+    # The value for the next unit; `mixing` or `add` replaces it if the tap is inside this unit.
+    self.next_handed_BSD = start_BSD
+    # The residual stream before an attention's output is added.
+    self.h_BSD: Any = None
     self.shared_BSD: Array | None = None
     self.new_caches.append([])
-    self.waits: dict[int, dict[int, Any]] = {}  # of each gating: what a chunk's exchange waits for
-    self.inputs: dict[int, Any] = {}  # of each gating: the normalised value that it reads
+    # For each gating and chunk, the value for which the chunk's exchange waits.
+    self.waits: dict[int, dict[int, Any]] = {}
+    # For each gating, the normalised value that it reads.
+    self.inputs: dict[int, Any] = {}
     self.routed: dict[int, RoutedTokens] = {}
     self.results: dict[int, tuple[Array, RouterSums]] = {}
     if self.begun is not None:
@@ -287,7 +293,7 @@ class PairWalk:
 
   @jax.named_scope(SCOPES[words.SHARED])
   def shared_expert(self, step: Step) -> None:
-    """The shared expert; `add` adds its output."""
+    """Computes the shared expert, whose output the step `add` adds to the residual stream."""
     self.shared_BSD = self.unit.blocks[step.block].dense(self._fed)
 
   @property
@@ -394,7 +400,7 @@ class PairWalk:
         self.next_handed_BSD = added(jnp.zeros_like(total_BSD))
       self.main = added(total_BSD)
       self.sums = sums if self.sums is None else jax.tree.map(jnp.add, self.sums, sums)
-    elif self.pair.skips:  # no experts: all of the stream is there
+    elif self.pair.skips:  # without experts nothing is missing from the stream
       self.next_handed_BSD = self.main
     self.handed_BSD = self.next_handed_BSD
     self.hidden.append(self.main)
@@ -418,7 +424,7 @@ class PairWalk:
 
   def _next_tapped(self) -> Any:
     """The normalised value that the next pair's experts read."""
-    if self.next_input_BSD is not None:  # a barrier has tied it already
+    if self.next_input_BSD is not None:  # the step `barrier` has computed and tied it
       return self.next_input_BSD
     assert self.following is not None
     (unit,), (tap,) = self.following[0].units, self.pair.wiring.taps

@@ -258,9 +258,9 @@ def make_prefill(static: Static, room: int) -> Any:
 
 
 def taken_apart(static: Static, params: Any) -> Any:
-  """Splits all stacked parameters but the experts' into arrays for each pair, for faster decoding.
+  """Splits the pairs' stacked parameters into arrays of each pair, except those of the experts.
 
-  An unrolled loop over pairs reads slices of the stacked parameters, and XLA copies each slice in
+  It makes decoding faster. An unrolled loop over pairs reads slices of the stacked parameters, and XLA copies each slice in
   every call. This function copies them once. If the model scans over its pairs, or its parameters
   are split already, it returns all of them unchanged.
   """

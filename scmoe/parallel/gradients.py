@@ -21,7 +21,7 @@ from scmoe.parallel.mesh import AXES, TOKEN_AXES, axis_size
 
 PyTree = Any
 
-STACKED = 32  # `global_norm` reads an array layer by layer if it has at most so many layers
+STACKED = 32  # `global_norm` reads an array of at most this many layers one layer at a time
 
 
 def reduce_gradients(grads: PyTree, specs: PyTree, dtype: str = "float32") -> PyTree:

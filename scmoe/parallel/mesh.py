@@ -32,11 +32,10 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, check_type, option
 
 AXES = ("data", "expert", "shard", "sequence_ring", "sequence_heads", "tensor")
-BATCH_AXES = ("data", "expert", "shard")  # the batch dimension is split over all three
-SEQUENCE_AXES = (
-  "sequence_ring",
-  "sequence_heads",
-)  # the tokens of a row are split over one of them
+# The rows of a batch are split over all of these axes together.
+BATCH_AXES = ("data", "expert", "shard")
+# The tokens of a row are split over one of these; the other has one device.
+SEQUENCE_AXES = ("sequence_ring", "sequence_heads")
 # Devices with different indices on one of these axes have different tokens.
 TOKEN_AXES = (*BATCH_AXES, *SEQUENCE_AXES)
 
@@ -48,9 +47,9 @@ LOGICAL_TO_MESH: dict[str | None, Any] = {
   "heads": "tensor",
   "kv_heads": "tensor",
   "hidden": "tensor",  # hidden width of a dense MLP
-  "expert_hidden": ("shard", "tensor"),  # F
+  "expert_hidden": ("shard", "tensor"),  # hidden width of an expert, F
   "vocab": "tensor",
-  "embed": None,  # D
+  "embed": None,  # width of the model, D
   "layers": None,
 }
 

@@ -29,7 +29,8 @@ from scmoe.parallel.mesh import SEQUENCE_AXES, axis_index, axis_size, own_share
 RING, HEADS = SEQUENCE_AXES
 
 _WHOLE: contextvars.ContextVar[bool] = contextvars.ContextVar("whole", default=False)
-_BY_TOKEN = ("inputs", "targets", "weights", "segment_ids", "positions")  # fields of `Batch`
+# The fields of `Batch` that have a value for each token.
+_BY_TOKEN = ("inputs", "targets", "weights", "segment_ids", "positions")
 
 
 @contextlib.contextmanager

@@ -38,9 +38,12 @@ from scmoe.parallel.mesh import axis_size, own_share, parameter_specs
 
 PyTree = Any
 
-AXIS = "data"  # the mesh axis whose ranks share state
-WHOLE = 0  # instead of a divided dimension, which is below 0: every rank holds the whole array
-GATHERED = "gathered"  # name of gathered parameters, for policies of rematerialisation
+# The mesh axis whose ranks share state.
+AXIS = "data"
+# In place of the number of a divided dimension, which is below 0: every rank holds the whole array.
+WHOLE = 0
+# The name of gathered parameters, by which rematerialisation decides whether to keep them.
+GATHERED = "gathered"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +300,8 @@ def _buckets(arrays: Sequence[Array], factor: int, hows: Sequence[Gathering]) ->
     hows: for each array, its `Gathering`.
   """
   groups: list[list[int]] = []
-  open_groups: dict[Any, tuple[list[int], int]] = {}  # by dtype: the group to fill, its bytes
+  # For each dtype the group that is being filled, and the bytes in it.
+  open_groups: dict[Any, tuple[list[int], int]] = {}
   for i, (x, how) in enumerate(zip(arrays, hows)):
     size = x.size * x.dtype.itemsize * factor
     group, filled = open_groups.get(x.dtype, ([], 0))

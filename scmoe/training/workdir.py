@@ -251,7 +251,7 @@ def _close(descriptor: int) -> None:
 
 
 def _close_in_child() -> None:
-  """Closes the locks' files in a forked child: a child that outlives the run would hold them."""
+  """Closes the locks' files in a forked child, which else would hold the locks after the run."""
   for descriptor in list(_descriptors):
     _close(descriptor)
 

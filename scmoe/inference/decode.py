@@ -129,7 +129,7 @@ def stream(
   asked, parts = len(prompts), mesh.size // mesh.shape["tensor"]
   prompts = prompts + [prompts[-1]] * (-asked % parts)
   lengths_B = np.array([len(p) for p in prompts], np.int32)
-  # XLA compiles a program for each length of the padded batch; multiples of 16 are fewer lengths.
+  # XLA compiles a program for each length of the padded batch, so only multiples of 16 are used.
   padded = _round_up(int(lengths_B.max()), 16)
   tokens_BS = np.zeros((len(prompts), padded), np.int32)
   for row, prompt in enumerate(prompts):
@@ -260,9 +260,9 @@ def make_prefill(static: Static, room: int) -> Any:
 def taken_apart(static: Static, params: Any) -> Any:
   """Splits the pairs' stacked parameters into arrays of each pair, except those of the experts.
 
-  It makes decoding faster. An unrolled loop over pairs reads slices of the stacked parameters, and XLA copies each slice in
-  every call. This function copies them once. If the model scans over its pairs, or its parameters
-  are split already, it returns all of them unchanged.
+  It makes decoding faster. An unrolled loop over pairs reads slices of the stacked parameters, and
+  XLA copies each slice in every call. This function copies them once. If the model scans over its
+  pairs, or its parameters are split already, it returns all of them unchanged.
   """
   leaves, tree = jax.tree.flatten(params)
   cut = _cut(static, tree, tuple((x.shape, x.dtype) for x in leaves))

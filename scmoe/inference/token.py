@@ -179,9 +179,9 @@ class TokenAttention(Attention):
 
 
 class TokenBlock(Block):
-  """A `Block` of one token: the kernel of the input projections computes the norm before them too.
+  """A `Block` of one token: one kernel, if it can, computes the norm and the input projections.
 
-  If that kernel does not support the block, each of the two is computed by itself.
+  Otherwise each of the two is computed by itself.
   """
 
   def project(self, h_BSD: Array, positions_BS: Array, **kind: Any) -> Any:
@@ -230,7 +230,7 @@ class TokenUnit(Unit):
 
 
 class TokenMoE(MoE):
-  """A `MoE` of one token: one kernel computes the token's norm and its product with the gate.
+  """A `MoE` of one token: one kernel, if it can, computes the token's norm and the gate's product.
 
   If no kernel supports the gate, or the call has a mask, gate noise or an expert to avoid, norm and
   product are computed one after the other.

@@ -43,7 +43,7 @@ from scmoe.training.variants import Change, StepVariants, Variant, parse_candida
 PROFILES = "profile_guided"
 # Arguments of `Search` for `overlap.schedule=auto`: `most_steps` (on the cut), `rounds`, `margin`.
 MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01
-# XLA compiles as many candidates at once as the host has this number of CPU cores for each.
+# XLA compiles one candidate for each four CPU cores of the host at the same time.
 CORES = 4
 
 

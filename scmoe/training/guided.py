@@ -32,11 +32,11 @@ WARM_UP = 1
 
 
 class GuidedStep:
-  """A jitted step that, on NVIDIA GPUs, profiles itself once and recompiles with the profile.
+  """A jitted step that, on NVIDIA GPUs, is compiled with a profile of itself, kept or new.
 
-  It does so with `overlap.ablation.profile_guided` if no profile is kept. Call it like the step.
-  Several processes must compile the same program: each runs the profiler, and all use the profile
-  of process 0, new or kept.
+  It is so with `overlap.ablation.profile_guided`. If no profile is kept, the step profiles its
+  first calls and is compiled a second time. Call it like the step. Several processes must compile
+  the same program: each runs the profiler, and all use the profile of process 0, new or kept.
 
   Args:
     step: a `jax.jit`-ed function; compiled here with the options of `overlap`.
@@ -182,9 +182,9 @@ class GuidedStep:
     self.waiting = lambda: self._compile(profile, profiling=False)
 
   def _fingerprint(self) -> str:
-    """16 hexadecimal digits that name the profile's file.
+    """The name of the profile's file: 16 hexadecimal digits, a digest of what the profile is for.
 
-    A digest of the lowered program, jax's version, and the kind and number of devices.
+    That is the lowered program, jax's version, and the kind and number of devices.
     """
     assert self.program is not None
     device = jax.devices()[0].device_kind

@@ -88,11 +88,11 @@ def _is_gpu(sharding: Any) -> bool:
 
 
 def _key(traced: Any) -> str:
-  """32 hexadecimal digits that name the lowered program of a traced one.
+  """The name under which a traced program's lowered form is kept: 32 hexadecimal digits.
 
-  A digest of the jaxpr and its constants, argument types and compiler options, this package's code,
-  the versions of jax and jaxlib, the kind of device, and environment variables (`_RELEVANT`) and
-  options of jax that may change the program.
+  They are a digest of the jaxpr and its constants, argument types and compiler options, this
+  package's code, the versions of jax and jaxlib, the kind of device, and environment variables
+  (`_RELEVANT`) and options of jax that may change the program.
   """
   digest = hashlib.sha256()
   for part in (

@@ -192,7 +192,7 @@ def make_seeds_step(
 class Lane(Run):
   """One of the runs: from `join` on, its state is one row of the joined states [S, ...]."""
 
-  # From `join` on it returns a copy of this run's row of the joined states.
+  # Returns a copy of this run's row of the joined states; None before `join`.
   of_all: Callable[[], TrainState] | None = None
   _own: TrainState | None = None
   failed: NonFiniteError | None = None

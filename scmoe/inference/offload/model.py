@@ -243,7 +243,7 @@ def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:
 def to_memory(
   x: Any, sharding: NamedSharding, kind: str | None = None, *, int8: bool = False
 ) -> Any:
-  """Copies an array into a memory of the devices, in eight bits if asked; not an `OnDisk`'s file.
+  """Copies an array to a memory of the devices, in eight bits if asked; an `OnDisk` stays on disk.
 
   The matrices of an `OnDisk` stay in their file. Only the experts' indices there are copied.
 

@@ -265,11 +265,11 @@ class Server:
   # -- the parts of one turn ----------------------------------------------------------------------
 
   def _admit(self) -> None:
-    """Gives waiting requests, oldest first, a slot and the pages of their text and one token more.
+    """Gives waiting requests, oldest first, a slot and pages for their text, while there is room.
 
-    It stops at the first request for which no part has a slot and enough pages to spare. A part
-    keeps one free page back for every request of its own that will need another one; else the new
-    request would be put back at once.
+    The pages hold the text and one token more. It stops at the first request for which no part has
+    a slot and enough pages to spare. A part keeps one free page back for every request of its own
+    that will need another one; else the new request would be put back at once.
     """
     size = self.page_tokens
     while self._waiting:

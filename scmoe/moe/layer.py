@@ -19,7 +19,8 @@ from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
 from scmoe.moe.gates import Gate, make_gates
 from scmoe.moe.losses import router_sums
 from scmoe.moe.options import RouterConfig
-from scmoe.moe.route import Draws, route, route_distinct
+from scmoe.moe.route import route, route_distinct
+from scmoe.moe.scores import Draws
 from scmoe.moe.types import Dispatched, RouterSums, Routing
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import repeat, total

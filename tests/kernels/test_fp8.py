@@ -36,7 +36,7 @@ from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.launch import interpreted
 from scmoe.models.config import ModelConfig
 from scmoe.moe.dispatch import DispatchConfig
-from scmoe.moe.route import RouterConfig
+from scmoe.moe.options import RouterConfig
 
 T, D, F, G, K = 9, 256, 192, 3, 2
 needs_new_simulation = pytest.mark.skipif(

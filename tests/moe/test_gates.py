@@ -21,7 +21,8 @@ from scmoe.moe.gates import (
 )
 from scmoe.moe.layer import MoE, MoECall, MoEConfig
 from scmoe.moe.options import CompatConfig, RouterConfig
-from scmoe.moe.route import route, scaled_weights
+from scmoe.moe.route import route
+from scmoe.moe.scores import scaled_weights
 from scmoe.parallel.gradients import reduce_gradients
 from scmoe.parallel.mesh import BATCH_AXES, manual, parameter_specs
 

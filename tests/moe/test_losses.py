@@ -23,7 +23,8 @@ from scmoe.moe.losses import (
   z_loss,
 )
 from scmoe.moe.options import RouterConfig
-from scmoe.moe.route import Draws, route
+from scmoe.moe.route import route
+from scmoe.moe.scores import Draws
 
 T, D, E, K, NOISE = 7, 4, 5, 2, 1.5
 SOFT = RouterConfig(balance="load_importance", noise=NOISE)

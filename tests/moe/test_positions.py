@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from scmoe.base.errors import ConfigError
 from scmoe.kernels.permute import gather_rows, sum_rows
-from scmoe.moe import route as route_module
 from scmoe.moe.dispatch import Capacity, Local, capacity, exact_capacity, queue_positions
 from scmoe.moe.options import ORDERS, CompatConfig, RouterConfig
-from scmoe.moe.route import Draws, make_routing, rounded_choice, rounded_counts, route
+from scmoe.moe.rounding import rounded_choice, rounded_counts, warn_not_causal
+from scmoe.moe.route import make_routing, route
+from scmoe.moe.scores import Draws
 
 T, E, K = 8, 4, 2  # one shape for all properties: compiled once
 
@@ -221,7 +222,7 @@ def test_rounding_takes_the_tokens_that_like_an_expert_best():
 
 
 def test_rounding_warns_once_and_refuses_a_tile_without_tokens(caplog):
-  route_module._warn_rounding.cache_clear()
+  warn_not_causal.cache_clear()
   rounding = lambda tile: RouterConfig(compat=CompatConfig(round_to=tile))
   arguments = (jnp.zeros((4, 1)), jnp.zeros((1, 2)), rounding(2))
   with caplog.at_level(logging.WARNING, logger="scmoe"):

@@ -15,7 +15,8 @@ from scmoe.kernels.permute import gather_rows, sum_rows
 from scmoe.kernels.top_k import GateOutput
 from scmoe.moe.dispatch import Capacity, queue_positions
 from scmoe.moe.options import RouterConfig
-from scmoe.moe.route import Draws, make_routing, route, route_distinct
+from scmoe.moe.route import make_routing, route, route_distinct
+from scmoe.moe.scores import Draws
 
 NO_NOISE = RouterConfig()
 

@@ -3,10 +3,10 @@
   python -m scmoe.report experiments/quality
   python -m scmoe.report experiments/quality --scale cpu --out build/quality.html
 
-Shows for every study its question, what was registered, differences with intervals and verdicts,
-curves, and its runs. Each variant's name leads to its runs, and each run names its command, commit,
-hardware and the line of the file that holds its raw JSON. The page needs no other file and no
-network.
+Begins with a table of all verdicts. Then shows for every study its question, what was registered,
+differences with intervals and verdicts, curves, and its runs. Each variant's name leads to its
+runs, and each run names its command, commit, hardware and the line of the file that holds its raw
+JSON. The page needs no other file and no network.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import html
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from scmoe.base.errors import ConfigError, run_main
@@ -30,6 +31,7 @@ from scmoe.reports.studies import (
   read_study,
   variants_table,
 )
+from scmoe.reports.tables import Table
 from scmoe.run.command_line import HELP, Flag, help_text, parse
 
 FLAGS = (
@@ -68,23 +70,56 @@ def rendered(folder: Path, scale: str, beside: Path, arguments: str) -> str:
   folders = sorted(path.parent for path in folder.glob("*/run.py"))
   if not folders:
     raise ConfigError(f"{str(folder)!r} holds no study (no */run.py); give experiments/quality")
-  parts: list = []
+  studies, without = {}, []
   for place in folders:
-    name = place.name
     try:
-      parts += study_parts(read_study(place, scale), place, beside)
+      studies[place] = read_study(place, scale)
     except FileNotFoundError:
-      parts.append(f"<h1 id='{name}'>{name}</h1><p>No plan is registered at this scale.</p>")
-    parts.append(_readme(place))
-  analyses = read_analyses(folder / "analyses" / "results")
-  parts += analyses_parts(analyses, beside)
+      without.append(place)
+  parts: list = [_verdicts(list(studies.values()))]
   speedups = read_speedups(folder, scale)
   if speedups:
-    parts.insert(0, speedups_table(speedups, scale))
-  names = [*(p.name for p in folders), *(["analyses"] if analyses else [])]
+    parts.append(speedups_table(speedups, scale))
+  for place, study in studies.items():
+    parts += [*study_parts(study, place, beside), _readme(place)]
+  analyses = read_analyses(folder / "analyses" / "results")
+  parts += analyses_parts(analyses, beside)
+  if without:
+    parts.append("<h1 id='without'>Registered, without a plan at this scale</h1>")
+    parts += [_readme(place, place.name) for place in without]
+  names = [
+    *(place.name for place in studies),
+    *(["analyses"] if analyses else []),
+  ]
   contents = " · ".join(f"<a href='#{name}'>{name}</a>" for name in names)
+  if without:
+    contents += f" · <a href='#without'>{len(without)} without a plan at this scale</a>"
   title = f"Quality: {len(folders)} studies, {scale}"
   return page.page(title, [f"<p>{contents}</p>", *parts], f"python -m scmoe.report {arguments}")
+
+
+def _verdicts(studies: Sequence[Study]) -> Table | str:
+  """A row for each contrast that has been tested; a sentence where none has."""
+  rows = []
+  for study in studies:
+    plan = study.plan
+    for found in findings(study):
+      test, contrast = found.test, found.contrast
+      if test is None or test.low is None:
+        continue
+      rows.append(
+        (
+          plan.study,
+          f"{plan.metric}: {contrast.variant} − {contrast.base}",
+          str(test.count),
+          f"{test.mean:+.4f} ({test.low:+.4f} to {test.high:+.4f})",
+          found.verdict,
+        )
+      )
+  if not rows:
+    return "<p>No contrast has two pairs of runs yet.</p>"
+  heads = ("study", "contrast", "pairs", "difference and 95 % interval", "verdict")
+  return Table("What was found", heads, tuple(rows))
 
 
 def study_parts(study: Study, place: Path, beside: Path) -> list:
@@ -142,14 +177,14 @@ def _runs(study: Study, place: Path, beside: Path) -> str:
   )
 
 
-def _readme(place: Path) -> str:
-  """The registered plan as README.md has it; its Markdown stays as it is."""
+def _readme(place: Path, title: str = "registered") -> str:
+  """The registered plan as README.md has it, folded; its Markdown stays as it is."""
   try:
     text = (place / "README.md").read_text("utf-8")
   except OSError:
     return ""
   text = re.sub(r"\n{3,}", "\n\n", text)
-  return f"<details><summary>registered</summary><pre>{html.escape(text)}</pre></details>"
+  return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(text)}</pre></details>"
 
 
 if __name__ == "__main__":

@@ -377,7 +377,7 @@ def variants_table(study: Study) -> Table:
       )
     )
   heads = ("variant", "runs", plan.metric, "± std", "tokens, 10⁶", "active, 10⁶", "step ms")
-  return Table(f"{plan.study}, {plan.scale}: {plan.metric} of held-out text", heads, tuple(rows))
+  return Table(f"{plan.study}, {plan.scale}: {plan.metric} of held-out data", heads, tuple(rows))
 
 
 def findings_table(study: Study) -> Table:

@@ -45,7 +45,10 @@ def test_the_page(folder, capsys):
   assert "Which &lt;b&gt;position&lt;/b&gt;?" in text
   assert "pos2, seed 2: failed at step 7 of 9, exit 4" in text
   assert "equivalent within" in text or "not settled" in text
-  assert "No plan is registered at this scale." in text
+  assert "Registered, without a plan at this scale" in text
+  first = text[text.index("What was found") : text.index("<h1 id='positions'>")]
+  assert "<td>loss: pos2 − top2</td>" in first
+  assert "+0.0015" in first
   assert "&lt;registered&gt;" in text
   assert "python run.py --only &#x27;&lt;x&gt;&#x27;" in text
   assert "<script" not in text

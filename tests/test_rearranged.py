@@ -233,6 +233,8 @@ def test_the_new_run_depends_on_no_other(made):
   (["--from=cosine", "--prune=keep=4", "--start=a"], "no meaning with router.gate='cosine'"),
   (["--from=dense", "--prune=keep=4,by=use"], "model.wiring='dense' has no experts"),
   (["--from=t.txt", "--prune=keep=4,by=use"], "is not the folder of a run, which --prune needs"),
+  (["--prune=keep=4,by=random", "--mesh=expert=8"], "keep=4 is fewer than mesh.expert=8"),
+  (["--prune=keep=6,by=random", "--mesh=expert=4"], "num_experts=6 is not divisible by mesh.exp"),
   (["--text=t.txt"], "--text goes with --place or --prune"),
   (["--prune=keep=4,by=use", "--text=none.txt"], "none.txt"),
 ])  # fmt: skip
@@ -243,6 +245,23 @@ def test_what_cannot_be_done_is_one_line_and_writes_nothing(argv, message, root,
     convert.main([*from_a, "--workdir=new", *argv])
   assert "\n" not in str(caught.value)
   assert not (root / "new").exists()
+
+
+def test_devices_that_divide_the_experts_take_the_same(made):
+  convert.main([f"--from={made / 'a'}", f"--workdir={made / 'wide'}", "--mesh=data=2,expert=4",
+                "--prune=keep=4,by=random,seed=3"])  # fmt: skip
+  kept_LE = np.array(json.loads((made / "wide" / PRUNED).read_text())["kept"])
+  _, before = leaves_in(made / "a")
+  built, wide = leaves_in(made / "wide")
+  assert built.mesh.size == 8
+  for name, value in before.items():
+    want = np.asarray(value)
+    if ".experts." in name:
+      want = np.stack([layer[kept] for layer, kept in zip(want, kept_LE)])
+    elif "router_gate" in name or want.shape == (2, 12):
+      kept = [[*row, 8, 9, 10, 11] for row in kept_LE]
+      want = np.stack([layer[..., columns] for layer, columns in zip(want, kept)])
+    np.testing.assert_array_equal(wide[name], want, name)
 
 
 def test_a_run_is_not_written_over(made):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from scmoe.base.errors import ConfigError
 from scmoe.inference.placement.devices import OBJECTIVES
 from scmoe.moe.options import GATES
+from scmoe.parallel.mesh import expert_shards
 from scmoe.run.config import RunConfig
 
 SCORES = ("router_norm", "use", "random")
@@ -105,9 +106,17 @@ def smaller(run: RunConfig, keep: str) -> RunConfig:
     )
   changed = dataclasses.replace(run, model=dataclasses.replace(run.model, num_experts=count))
   try:
-    return changed.resolve(num_devices=max(run.mesh.size, 1), vocab_size=0)
+    found = changed.resolve(num_devices=max(run.mesh.size, 1), vocab_size=0)
   except ConfigError as error:
     raise ConfigError(f"--prune: keep={count}: {error}") from None
+  shards = [expert_shards(run.mesh.expert, r.model.num_experts) for r in (run, found)]
+  if shards[0] != shards[1]:
+    raise ConfigError(
+      f"--prune: keep={count} is fewer than mesh.expert={run.mesh.expert}, so that {shards[1]} "
+      f"devices would share an expert; give --mesh=expert=N with an N that divides {count} (the "
+      "new run may be trained on any mesh)"
+    )
+  return found
 
 
 def check_experts(flag: str, run: RunConfig) -> None:

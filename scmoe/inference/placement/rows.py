@@ -27,8 +27,9 @@ class Rows(NamedTuple):
     busiest: rows that the busiest device receives, over the mean of all devices.
     receivers: devices that hold an expert of a token, per token and gating, its own device
       included. An exchange that sent a token to each such device once would send `receivers` rows.
-    apart: share of the pairs of a token's experts in consecutive layers, one of each, that lie on
-      different devices. ExFlow's tokens travel so often: they stay with the last expert.
+    apart: share of pairs of experts that lie on different devices, of all pairs that a token
+      forms of its experts in one layer and those in the next; NaN with one layer. With one expert
+      per token it is how often a token travels in ExFlow, where it stays with its last expert.
   """
 
   away: float

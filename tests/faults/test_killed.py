@@ -56,7 +56,7 @@ def test_killed_at_random_moments_it_ends_bitwise_equal(mesh8, tmp_path, whole, 
   assert not [p for p in (workdir / "checkpoints").iterdir() if "bad" in p.name]
 
 
-@pytest.mark.parametrize("then", ["one", night("two")], ids="{} processes go on".format)
+@pytest.mark.parametrize("then", ["one", night("two")], ids=["one goes on", "two go on"])
 def test_a_peer_that_is_killed_ends_the_other_and_leaves_a_good_checkpoint(
   tmp_path, mesh8, whole, then
 ):

@@ -156,7 +156,7 @@ def test_the_moments_lie_as_their_matrices_and_are_fewer():
   assert summary.state_bytes(built) < 0.85 * summary.state_bytes(adam)
 
 
-@pytest.mark.nightly  # by day test_moments.py stops and resumes a run with Muon
+@pytest.mark.nightly  # by day test_average.py resumes, and test_moments.py takes steps with Muon
 def test_stopped_and_resumed_bitwise(tmp_path):
   run = smoke(MeshConfig(2, 2, 2), masters="halves", dtype="bfloat16", steps=4)
   run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, every=2))

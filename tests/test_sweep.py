@@ -215,6 +215,7 @@ def test_killed_in_the_middle_it_goes_on(fake):
   assert all(read_run(run).done for run in folder.glob("learning*"))
 
 
+@pytest.mark.nightly  # by day the same sweep starts runs that train nothing
 def test_a_real_sweep(tmp_path):
   """Two runs of the smallest configuration: one trains, one has too little text for its batch."""
   words = [sys.executable, "-m", "scmoe.sweep", "--smoke", "--grid=train.batch_size=8,800000"]

@@ -93,6 +93,7 @@ def test_a_resumed_student_is_bitwise_the_same_and_keeps_its_teacher(root, whole
     run(root / "halves", taught[0], "--config.train.steps=5")
 
 
+@pytest.mark.nightly  # by day pretrained/test_inference.py reads such folders
 def test_an_inference_checkpoint_teaches_the_same(root, whole):
   convert.main(["--workdir", str(root / "teacher"), "--inference", str(root / "folder")])
   run(root / "b", f"--config.train.teacher={root / 'folder'}", "--config.train.steps=4")

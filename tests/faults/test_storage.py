@@ -345,7 +345,7 @@ OUTPUTS = {
 }
 
 
-OUTPUTS_BY_NIGHT = ("closed", "full")  # of one stream, and of both
+OUTPUTS_BY_NIGHT = ("closed", "full", "a closed pipe")
 
 
 @pytest.mark.parametrize("name", [night(n) if n in OUTPUTS_BY_NIGHT else n for n in OUTPUTS])

@@ -98,7 +98,8 @@ CASES = {
 # What these combine, other cases combine with something else.
 BY_NIGHT = {
   "pos2", "microbatches, products kept", "microbatches, written out", "microbatches side by side",
-  "dense layers, recomputed", "recomputed", "overflow rounds, written out",
+  "dense layers, recomputed", "recomputed", "scmoe2 in chunks, several pairs a step, barriers",
+  "overflow rounds, written out",
 }  # fmt: skip
 
 

@@ -164,7 +164,8 @@ def test_a_step_changes_adapters_alone_and_has_no_other_moments(alone):
   ("mesh", "options"),
   [
     # Two devices share each expert, and two each matrix.
-    (MeshConfig(1, 4, 2), {}),
+    night(MeshConfig(1, 4, 2), {}),
+    (MeshConfig(1, 2, 1), {}),
     night(MeshConfig(2, 2, 1), {"overlap": {"unroll": 0, "flight": 2}, "remat": "full"}),
   ],
 )

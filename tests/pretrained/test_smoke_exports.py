@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from covering import night
 
 from scmoe.pretrained import own
 from scmoe.pretrained.families import write_config
@@ -39,7 +40,7 @@ def test_some_have_one():
   assert "quickstart" not in WITH_FAMILY
 
 
-@pytest.mark.parametrize("name", [*WITH_FAMILY, "quickstart"])
+@pytest.mark.parametrize("name", [*map(night, WITH_FAMILY), "quickstart"])
 def test_a_smoke_run_is_exported_and_comes_in_again(name, tmp_path):
   run = load_config(find_config(name), "smoke")
   one = dataclasses.replace(run.mesh, data=1, expert=1, tensor=1)

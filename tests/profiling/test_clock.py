@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 from jax.sharding import PartitionSpec as P
 
 from scmoe.parallel.collectives import Exchange
@@ -114,7 +115,7 @@ def operations(jaxpr, found=None) -> Counter:
 
 
 TRANSPORTS = [
-  {},
+  night({}),
   {"dispatch.chunks": "2", "dispatch.transport": "packed"},
   {"dispatch.transport": "dropless", "train.remat": "full", "overlap.unroll": "0"},
 ]

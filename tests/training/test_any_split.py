@@ -116,7 +116,8 @@ def test_any_split_of_the_rows_gives_the_same_step(split):
   assert_same(step(*split), step(1, 1, 1))
 
 
-@pytest.mark.parametrize("split", [(4, 1, 1), night((2, 2, 2))], ids=str)
+@pytest.mark.nightly  # by day models/test_distillation.py
+@pytest.mark.parametrize("split", [(4, 1, 1), (2, 2, 2)], ids=str)
 def test_any_split_gives_the_same_step_with_a_teacher(split):
   assert_same(step(*split, taught=True), step(1, 1, 1, taught=True))
 

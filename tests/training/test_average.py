@@ -151,7 +151,13 @@ def test_a_run_without_an_average_says_so(tmp_path):
     evaluate_run(str(tmp_path / "plain"), ema=True)
   with pytest.raises(ConfigError, match=said):
     export_inference(tmp_path / "plain", tmp_path / "out", ema=True)
-  # It begins with the run's weights, which the average then begins with too.
+
+
+@pytest.mark.nightly  # two runs, to begin an average with the first one's weights
+def test_an_average_begins_with_the_weights_that_a_run_begins_with(tmp_path):
+  run = run_of(steps=1, eval_every=0, eval_batches=1)
+  plain = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, ema=0.0))
+  train(plain, tmp_path / "plain")
   begun = dataclasses.replace(
     run,
     train=dataclasses.replace(run.train, init_from=str(tmp_path / "plain")),

@@ -60,7 +60,7 @@ class Away:
 
 @pytest.mark.parametrize(
   ("tokens", "mesh"),
-  [night(0, MeshConfig(data=1)), (4, MeshConfig(data=2, expert=2))],
+  [(0, MeshConfig(data=1)), night(4, MeshConfig(data=2, expert=2))],
   ids=["one microbatch", "four"],
 )
 def test_steps_are_those_of_cast_parameters(tokens, mesh):

@@ -136,6 +136,7 @@ def test_two_processes_search_together_and_decide_once(tmp_path, reference):
   )
 
 
+@pytest.mark.nightly  # by day a watchdog ends one process, and a peer is killed (test_killed.py)
 def test_watchdog_leaves_a_collective_whose_peer_is_frozen(tmp_path):
   train = {"watchdog_seconds": 3.0, "first_step_seconds": 120.0}
   workers = pair(tmp_path / "run", freeze_at=3, train=train)

@@ -58,12 +58,16 @@ def same_state(found, wanted):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("config", [night("shapes_vit"), "quickstart"])
-def test_seeds_are_the_runs_that_each_is_alone(config, tmp_path, capsys):
+@pytest.mark.parametrize(
+  ("config", "stopped"),
+  [night("shapes_vit", True), night("quickstart", True), ("quickstart", False)],
+)
+def test_seeds_are_the_runs_that_each_is_alone(config, stopped, tmp_path, capsys):
   alone = [train(run_of(config, seed), tmp_path / f"alone-{seed}") for seed in SEEDS]
   asked = [(run_of(config, seed, stop_after=2), tmp_path / f"beside-{seed}") for seed in SEEDS]
-  with pytest.raises(Preempted, match="stopped at step 2 of 4 and saved"):
-    train_seeds(asked)
+  if stopped:
+    with pytest.raises(Preempted, match="stopped at step 2 of 4 and saved"):
+      train_seeds(asked)
   capsys.readouterr()
   found = train_seeds([(run_of(config, seed), folder) for seed, (_, folder) in zip(SEEDS, asked)])
   told = [line for line in capsys.readouterr().out.splitlines() if "compiling" in line]

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import dry_run
 from scmoe.train import train
 from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.metrics import read_metrics
 from scmoe.training.options import (
   CheckpointConfig,
   OptimizerAblation,
@@ -292,28 +292,39 @@ def test_a_checkpoint_of_any_sharding_loads_in_any_other_bit_for_bit(tmp_path, n
       np.testing.assert_array_equal(a, b)
 
 
+def of_command(mode, data, expert, **training):
+  """A run as the command makes it, with two evaluations and samples."""
+  smoke = load_config(find_config("quickstart"), "smoke")
+  train = dataclasses.replace(smoke.train, steps=4, eval_every=2, sample_every=2, **training)
+  mesh = MeshConfig(data, expert, 1, shard_state=mode)
+  return dataclasses.replace(smoke, mesh=mesh, train=train)
+
+
+def evaluated(workdir):
+  """Step -> validation loss."""
+  return {line["step"]: line["loss"] for line in read_metrics(workdir, "eval")}
+
+
+def test_shared_parameters_are_evaluated_and_sampled(tmp_path, capsys):
+  """By the command's own loop, in which each pair's parameters are gathered."""
+  assert int(train(of_command("parameters", 2, 1), tmp_path).step) == 4
+  assert evaluated(tmp_path).keys() == {2, 4}
+  assert np.isfinite(list(evaluated(tmp_path).values())).all()
+  assert "sample at step 2" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
 def test_a_run_goes_on_in_another_mode_on_another_mesh(tmp_path):
   """The command's own loop: evaluation, samples, stop, resume."""
-  smoke = load_config(find_config("quickstart"), "smoke")
-
-  def run(mode, data, expert, **training):
-    train = dataclasses.replace(smoke.train, steps=4, eval_every=2, sample_every=2, **training)
-    mesh = MeshConfig(data, expert, 1, shard_state=mode)
-    return dataclasses.replace(smoke, mesh=mesh, train=train)
-
   with pytest.raises(Preempted):
-    train(run("parameters", 2, 1, stop_after=2), tmp_path / "a")
-  train(run("parameters", 2, 1), tmp_path / "b")
-  state = train(run("moments", 2, 2), tmp_path / "a")
+    train(of_command("parameters", 2, 1, stop_after=2), tmp_path / "a")
+  train(of_command("parameters", 2, 1), tmp_path / "b")
+  state = train(of_command("moments", 2, 2), tmp_path / "a")
   assert int(state.step) == 4
-  lines = [
-    [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-    for name in ("a", "b")
-  ]
-  evaluated = [{x["step"]: x["loss"] for x in some if x.get("kind") == "eval"} for some in lines]
-  assert evaluated[0].keys() == evaluated[1].keys() == {2, 4}
-  for step, loss in evaluated[0].items():
-    assert loss == pytest.approx(evaluated[1][step], rel=1e-3)
+  found, wanted = evaluated(tmp_path / "a"), evaluated(tmp_path / "b")
+  assert found.keys() == wanted.keys() == {2, 4}
+  for step, loss in found.items():
+    assert loss == pytest.approx(wanted[step], rel=1e-3)
 
 
 # -- memory and traffic ----------------------------------------------------------------------------

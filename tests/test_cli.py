@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from covering import night
 
 import scmoe
 from scmoe import evaluate, generate, inspect, train
@@ -260,8 +261,12 @@ def quick_compiler():
   jax.config.update("jax_disable_most_optimizations", False)
 
 
-def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
-  """On eight simulated devices, data 8: trained, evaluated, sampled; continued on one of them."""
+@pytest.mark.parametrize("further", [False, night(True)], ids=["once", "further"])
+def test_train_stop_resume_evaluate_generate(further, here, capsys, quick_compiler):
+  """On eight simulated devices, data 8: trained, evaluated, sampled; continued on one of them.
+
+  `further`: each changed option and each mesh is a program of its own, and there are several.
+  """
   argv = ["--smoke", "--workdir=a", "--config.train.steps=4"]
   code, out, err = outcome(train.main, capsys, *argv, "--config.train.stop_after=2")
   assert code == 75, err
@@ -329,10 +334,11 @@ def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
   few = ["--dispatch.capacity_factor=0.25", "--max_batches=2", "--json=h.json"]
   assert outcome(evaluate.main, capsys, "--workdir=a", *few)[0] == 0
   assert json.loads(Path("h.json").read_text())["drop"] > max(figures["drop"], 0.3)
-  assert outcome(evaluate.main, capsys, "--workdir=a", "--model.top_k=2", *few[1:])[0] == 0
-  assert json.loads(Path("h.json").read_text())["loss"] != figures["loss"]
-  assert outcome(evaluate.main, capsys, "--workdir=a", "--data.seq_len=8", *few[1:])[0] == 0
-  assert json.loads(Path("h.json").read_text())["tokens"] == 2 * 8 * 8
+  if further:
+    assert outcome(evaluate.main, capsys, "--workdir=a", "--model.top_k=2", *few[1:])[0] == 0
+    assert json.loads(Path("h.json").read_text())["loss"] != figures["loss"]
+    assert outcome(evaluate.main, capsys, "--workdir=a", "--data.seq_len=8", *few[1:])[0] == 0
+    assert json.loads(Path("h.json").read_text())["tokens"] == 2 * 8 * 8
   for argv, got, words in (
     (["--data.seq_len=99"], 2, "model.context=16"),
     (["--data.path=none.txt"], 3, "does not exist; give a file"),
@@ -380,7 +386,7 @@ def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
   code, _, err = outcome(generate.main, capsys, "--workdir=a", "--chat", "--prompt=a")
   assert (code, "--prompt and --chat exclude each other" in err) == (2, True)
   # The mesh changes no greedy token, and no loss but by rounding.
-  for mesh in ("data=2", "expert=2,tensor=2"):
+  for mesh in ("expert=2,tensor=2", "data=2")[: 1 + further]:
     code, text, err = outcome(generate.main, capsys, "--workdir=a", *prompts, f"--mesh={mesh}")
     assert (code, text) == (0, out), err
   argv = ["--workdir=a", "--max_batches=2", "--json=f.json", "--mesh=expert=2"]

@@ -35,8 +35,8 @@ from scmoe.offload.cache import HOLDERS
 from scmoe.parallel.mesh import TOKEN_AXES, make_mesh, manual, parameter_specs
 from scmoe.parallel.sequence import whole_rows
 
-# The type of a function that compiles a jitted function: the result takes the same arguments, and
-# may keep its programs on disk for a later start (`scmoe.run.programs`).
+# The type of a function from a jitted function to one with the same arguments, such as
+# `scmoe.run.programs.Programs`. The result may read its compiled programs from the disk.
 Prepare = Callable[[Any], Any]
 
 

@@ -142,7 +142,7 @@ def probe(
   num_classes: int,
   reading: Reading,
 ) -> Probe:
-  """Runs the model over batches, and returns the statistics of its routing.
+  """Runs the model over batches; returns statistics of its routing and of its main path.
 
   Args:
     model: a model on one device.

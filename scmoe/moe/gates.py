@@ -115,8 +115,7 @@ class LinearGate(nnx.Module):
   def top_k(self, x_TD: Float[Array, "T D"], k: int) -> GateOutput:
     """The logits, each token's k best experts, and perhaps these experts' probabilities.
 
-    `gate_top_k` computes them. The result has probabilities, by the softmax over all experts, if
-    the kernel for a single token runs.
+    `gate_top_k` computes them, and says when the result has probabilities.
     """
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 

@@ -33,7 +33,12 @@ OFFLOAD_FLAGS = (
   ),
   Flag("gpu_memory", str, "", "bytes of each device that may be used, such as 8GiB; default: all"),
   Flag("host_memory", str, "", "bytes of the host's memory that experts may take; default: all"),
-  Flag("expert_cache", int, -1, "experts per layer that a device caches; -1: as many as fit"),
+  Flag(
+    "expert_cache",
+    int,
+    -1,
+    "experts per layer that a device caches; -1: with auto as many as fit, else none",
+  ),
   Flag(
     "cache_policy",
     str,

@@ -13,7 +13,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 PROGRAMS = "programs"  # folder of jax's compilation cache in the run's folder
 CACHE, _LEAST = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
-_WORTH = 0.1  # a program whose compilation takes fewer seconds is not kept
+# Programs that compile in fewer seconds are not kept, unless jax's own limit (`_LEAST`) is lower.
+_WORTH = 0.1
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ def lies_on_host(x: Any) -> bool:
 
 
 def is_made(x: Any) -> bool:
-  """Whether `x` is an array with values: neither traced nor a `jax.ShapeDtypeStruct`."""
+  """Whether `x` is a jax array with values: neither traced nor a `jax.ShapeDtypeStruct`."""
   return isinstance(x, Array) and not isinstance(x, Tracer)
 
 

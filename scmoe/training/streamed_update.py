@@ -130,7 +130,7 @@ def updated_by_layer(
 
 
 def _present(tree: PyTree) -> PyTree:
-  """The tree with `ABSENT` in place of each `Halves` of another layer."""
+  """The tree with one `ABSENT` in place of each `Halves` whose two arrays are `ABSENT`."""
   absent = lambda x: is_halves(x) and _is_absent(x.low)
   return jax.tree.map(lambda x: ABSENT if absent(x) else x, tree, is_leaf=is_halves)
 

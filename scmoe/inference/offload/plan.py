@@ -46,8 +46,10 @@ class OffloadRequest:
       auto: the planner chooses.
     gpu_memory: bytes of one device that may be used; 0: all.
     host_memory: bytes of pinned memory that may be used for all devices together; 0: all.
-    expert_cache: number of experts of every layer that a device keeps; -1: the planner chooses.
-    cache_policy, ring_sections: see `policy` and `sections` of `Migration`.
+    expert_cache: number of experts of every layer that a device keeps; -1: with auto the planner
+      chooses, otherwise none.
+    cache_policy, ring_sections: see `policy` and `sections` of `Migration`; with auto the planner
+      chooses the sections.
     int8_experts: whether the host keeps the experts' matrices in eight bits.
   """
 
@@ -61,7 +63,7 @@ class OffloadRequest:
 
   @property
   def named(self) -> Offload:
-    """The `Offload` that the field `offload` names; the field must not be auto.
+    """The `Offload` of this request; the field `offload` must name modes, not auto.
 
     Raises:
       ConfigError: the field names an unknown mode, or one phase is none and the other is not.
@@ -107,8 +109,8 @@ def chosen(
 ) -> tuple[Plan, list[str]]:
   """The plan for a user's request, and lines that describe it.
 
-  If all experts stay on the device, nothing is measured or modelled: the plan's rates and shares
-  are 0, and there are no lines.
+  If all experts stay on the device, as with none, or with auto where they fit, nothing is measured
+  or modelled: the plan's rates and shares are 0, and there are no lines.
 
   Args:
     model: the model's resolved options.
@@ -126,14 +128,15 @@ def chosen(
   limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
   budget = request.gpu_memory or limit or 2**62
   everything = needed.fixed + needed.pairs * needed.layer
-  if (request.offload == "auto" and everything <= budget) or request.offload == "none":
+  named = None if request.offload == "auto" else request.named
+  if named == Offload() or (named is None and everything <= budget):
     _check_fits(everything, budget, request.offload)
     return Plan(Offload(), everything, 0, 0.0, 0.0, 0.0, 0.0), []
   bandwidth, host = measured_bandwidth(), request.host_memory or 2**62
   pinned = None
   if files and needed.host * devices > host:
     pinned, host = host * needed.pairs // (needed.host * devices), 2**62
-  if request.offload == "auto":
+  if named is None:
     found = plan(
       model,
       needed,
@@ -148,7 +151,7 @@ def chosen(
     offload = Offload(ours(found.prefill), ours(found.decode), size)
   else:
     _check_host(needed, devices, host)
-    offload = request.named
+    offload = named
   result = expected(offload, model, needed, load, bandwidth, devices=devices)
   _check_fits(result.device, budget, request.offload)
   if pinned is not None:

@@ -267,9 +267,10 @@ class Server:
   def _admit(self) -> None:
     """Gives waiting requests, oldest first, a slot and pages for their text, while there is room.
 
-    The pages hold the text and one token more. It stops at the first request for which no part has
-    a slot and enough pages to spare. A part keeps one free page back for every request of its own
-    that will need another one; else the new request would be put back at once.
+    The pages hold the text and one token more, if a step can read that token. It stops at the first
+    request for which no part has a slot and enough pages to spare. A part keeps one free page back
+    for every request of its own that may come to need another one; else the new request would be
+    put back at once.
     """
     size = self.page_tokens
     while self._waiting:

@@ -26,7 +26,8 @@ from scmoe.kernels.grouped_matmul import sorting
 from scmoe.kernels.launch import runs_ptx
 from scmoe.kernels.permute import Permutation, make_permutation, running_positions, take_rows
 
-KERNEL_ROW_TILE = 128  # rows of a tile in the Mosaic GPU kernels
+# Rows of a tile in layouts for the Mosaic GPU kernels; a kernel may work on halves of a tile.
+KERNEL_ROW_TILE = 128
 
 
 @functools.partial(

@@ -1,8 +1,8 @@
-"""The specification of the grouped products: plain, slow, float32 (float64 for such operands).
+"""Specifies grouped products and the experts' network: plain, slow, float32 or wider.
 
     M  rows      K  contracted width      N  output width      G  groups
 
-It costs G dense products and is written to be read. Every backend is tested against it.
+Every expert computes every row, so that the code can be read. Every backend is tested against it.
 """
 
 from __future__ import annotations

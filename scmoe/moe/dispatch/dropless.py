@@ -129,9 +129,9 @@ class Dropless:
     none, rounds = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     overflow_TD = left_over = None
     if self.longest is None or size * self.chunks < self.longest:
-      # All devices run the loop equally often, as the longest queue of any device requires. So do
-      # devices on the other axes of tokens, which this exchange does not reach. (Devices that share
-      # an expert gather its weights within the loop.)
+      # All devices of the mesh run the loop equally often, as the longest queue of any of them
+      # requires, also those that this exchange does not reach: devices that share an expert gather
+      # its weights within the loop.
       longest = largest(queues.longest, BESIDE_EXPERT, "counts")
       longest = checkpoint_name(longest, "moe_rows")
       left = jnp.maximum(0, longest - size * self.chunks)

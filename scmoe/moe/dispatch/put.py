@@ -100,14 +100,14 @@ class Put(Dropless):
 
 
 def check_put(exchange: Exchange) -> None:
-  """Refuses the put transport on GPUs and for several hosts.
+  """Refuses the put transport on all devices but CPUs, and for a hierarchical exchange.
 
   On GPUs a program with puts in a loop has not been seen to end; measurements of single puts make a
   `Put` without this check. On a CPU collectives stand for the kernel, so that any program with this
   transport can be tried there.
 
   Raises:
-    ConfigError: the devices are GPUs, or the exchange is hierarchical.
+    ConfigError: the devices are not CPUs, or `dispatch.nodes` is larger than 1.
   """
   why = ""
   if jax.devices()[0].platform != "cpu":
@@ -154,12 +154,12 @@ class _Plan:
 
   @property
   def origin_S(self) -> Array:
-    """int32, the origin of each slot."""
+    """int32 [S], the number of each slot of this device among the slots of all: rank · S + slot."""
     return jax.lax.axis_index(self.axis) * self.slots + jnp.arange(self.slots, dtype=jnp.int32)
 
   @property
   def origin_TK(self) -> Array:
-    """int32, the origin of each choice; arbitrary for a choice that is not in the chunk."""
+    """int32, the origin of each choice's slot; arbitrary for a choice that is not in the chunk."""
     return jax.lax.axis_index(self.axis) * self.slots + self.window.row_TK
 
 

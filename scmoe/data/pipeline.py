@@ -37,8 +37,9 @@ Row = dict[str, np.ndarray]  # the fields of one row of a `Batch`
 _SHARDING = "contiguous rows of one global batch"
 _MOST_ROWS = 1 << 53
 _HASHED = 1 << 16  # rows whose positions are hashed at a time
-# Not compared, because any number of processes reads the same global batches in the same order.
-_INFORMATIVE = ("process_count",)
+# Fields of a fingerprint that may differ: any number of processes reads the same global batches in
+# the same order.
+INFORMATIVE = ("process_count",)
 
 
 def open_data(
@@ -412,7 +413,7 @@ def check_fingerprint(stored: dict[str, Any], now: dict[str, Any]) -> None:
     DataError: names the first field that differs.
   """
   for name in dict.fromkeys([*now, *stored]):
-    if name in _INFORMATIVE or stored.get(name) == now.get(name):
+    if name in INFORMATIVE or stored.get(name) == now.get(name):
       continue
     raise DataError(
       f"data fingerprint: {name} was {stored.get(name)!r} when the run was saved and is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scmoe.base.errors import ConfigError, DataError
+from scmoe.data.pipeline import INFORMATIVE
 
 # Fields and sections that a resumed run may change. They decide how long the run is, when it
 # reports, saves or gives up, and where, in which order and with which kernels it computes, not what
@@ -106,18 +107,22 @@ def check_data(
 ) -> list[str]:
   """Checks a resumed run's data; returns lines `field: stored -> current` of what differs.
 
+  The number of processes may differ: any number reads the same batches in the same order.
+
   Args:
     stored, current: fingerprints of the checkpoint's and of this run's data.
     allow_change: accept any difference.
 
   Raises:
-    DataError: a field differs, and `allow_change` is False.
+    DataError: a field differs that has to be the same, and `allow_change` is False.
   """
   lines, _ = _compare(stored, current)
-  if lines and not allow_change:
+  refused = [line for line in lines if line.partition(":")[0] not in INFORMATIVE]
+  if refused and not allow_change:
     raise DataError(
-      f"the data are not those of the checkpoint: {_some(lines)}; its position in them would mean "
-      "nothing. Restore the data, use another workdir, or set checkpoint.allow_config_change=True"
+      f"the data are not those of the checkpoint: {_some(refused)}; its position in them would "
+      "mean nothing. Restore the data, use another workdir, or set "
+      "checkpoint.allow_config_change=True"
     )
   return lines
 

@@ -19,7 +19,7 @@ from scmoe.training.failure import not_finite
 from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
 from scmoe.training.options import CheckpointConfig, TrainConfig
 from scmoe.training.restore import list_steps, read_meta
-from scmoe.training.resume import check_config
+from scmoe.training.resume import check_config, check_data
 from scmoe.training.signals import Watchdog
 from scmoe.training.workdir import RunLock, identity, prepare_workdir
 
@@ -149,6 +149,13 @@ def test_other_data_are_refused(whole, mesh8):
   with pytest.raises(DataError, match="seed: 0 -> 1") as caught:
     trainer(mesh8, whole[0], data=Source(8, seed=1)).run()
   assert caught.value.code == 3
+
+
+def test_another_number_of_processes_reads_the_same_data():
+  stored, now = {"seed": 0, "process_count": 4}, {"seed": 0, "process_count": 3}
+  assert check_data(stored, now) == ["process_count: 4 -> 3"]
+  with pytest.raises(DataError, match="checkpoint: seed: 0 -> 1; its"):
+    check_data(stored, now | {"seed": 1})
 
 
 def test_skipped_step_is_counted_and_the_run_goes_on(mesh8, tmp_path, capsys):

@@ -54,6 +54,7 @@ FLAGS = (
   Flag("workdir", str, "", "folder of the run", required=True),
   Flag("step", int, -1, "step of the checkpoint of the run that is read; -1: the newest"),
   Flag("ema", bool, False, "of the run that is read: the moving average of the weights instead"),
+  Flag("task", str, "", "with --to, --inference: of several tasks the one whose gates are written"),
   Flag(
     "dtype",
     str,
@@ -125,6 +126,8 @@ def main(argv: list[str]) -> None:
     )
   if lost := next((name for name in ("start", "text") if values[name]), None):
     raise ConfigError(f"--{lost} goes with --place or --prune; leave it out")
+  if values["from"] and values["task"]:
+    raise ConfigError("--task goes with --to and --inference, which write the model of one task")
   if values["from"]:
     options = {"mesh": values["mesh"], "upcycle": values["upcycle"]}
     if is_run(source := expanded(values["from"], "--from")):
@@ -134,7 +137,7 @@ def main(argv: list[str]) -> None:
     return print(import_model(values["from"], workdir, **options))
   if values["upcycle"]:
     raise ConfigError("--upcycle goes with --from: it starts a run from another model")
-  options = {"step": step, "dtype": values["dtype"], "mesh": values["mesh"], "ema": values["ema"]}
+  options = {name: values[name] for name in ("dtype", "mesh", "ema", "task")} | {"step": step}
   write = export_model if values["to"] else export_inference
   flag = "to" if values["to"] else "inference"
   folder = expanded(values[flag], f"--{flag}")

@@ -5,12 +5,15 @@
   python -m scmoe.evaluate --workdir runs/a --data.path=my.txt
   python -m scmoe.evaluate --model exports/a
   python -m scmoe.evaluate --workdir runs/a --dispatch.capacity_factor=4 --data.seq_len=256
+  python -m scmoe.evaluate --workdir runs/a --task code
   python -m scmoe.evaluate --workdir runs/a --tasks hellaswag,arc_easy --limit 100
 
 Reads the configuration stored in the checkpoint, and evaluates on the validation part of its data.
 With --data.path or another source: on all of that text, or on its validation files where files are
-named so. Experts per token and capacity may differ from training. With --tasks: runs benchmarks of
-EleutherAI's lm-evaluation-harness (pip install lm_eval).
+named so. Experts per token and capacity may differ from training. A run of several tasks
+(docs/multitask.md) is evaluated on all of them, each with its gates; --task names one, whose gates
+other text is read with. With --tasks: runs benchmarks of EleutherAI's lm-evaluation-harness
+(pip install lm_eval).
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from scmoe.run.config import RunConfig
 from scmoe.run.effects import check_typed
 from scmoe.run.fields import with_field
 from scmoe.run.modality import modality_of
+from scmoe.run.multitask import OfTask, of_task
 from scmoe.run.opened import OpenRun, Stored, open_folder, open_model, open_run
 from scmoe.run.programs import user_programs
 from scmoe.training.restore import with_newest
@@ -80,6 +84,7 @@ FLAGS = (
   Flag("workdir", str, "", "folder of the run"),
   Flag("model", str, "", "folder that scmoe.convert --inference wrote, instead of --workdir"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
+  Flag("task", str, "", "run of several tasks: evaluate one by itself, on its text or another"),
   Flag("ema", bool, False, "evaluate the moving average of the weights (optimizer.ema) instead"),
   Flag("max_batches", int, 0, "batches to evaluate; 0: all validation text"),
   Flag("mesh", str, "", "such as data=2,expert=2; default: training's, or one device"),
@@ -114,7 +119,8 @@ def main(argv: list[str]) -> None:
     if lost := [flag.name for flag in OF_TASKS if values[flag.name] != flag.default]:
       raise ConfigError(f"--{lost[0]} has no effect without --tasks; name some, e.g. --tasks=piqa")
     given = (values[name] for name in ("workdir", "step", "max_batches", "mesh", "allow_import"))
-    figures = evaluate_run(*given, changed=changed, model=values["model"], ema=values["ema"])
+    which = {name: values[name] for name in ("model", "ema", "task")}
+    figures = evaluate_run(*given, changed=changed, **which)
     print(table(figures))
   if out is not None:
     try:
@@ -146,10 +152,12 @@ def _on_tasks(values: Mapping[str, Any], changed: Mapping[str, str]) -> dict[str
 
   def opened_step() -> tuple[int, OpenRun]:
     stored = folder or open_run(values["workdir"], step, allowed)
-    run = placement.on_mesh(with_changes(stored.run, changed), values["mesh"])
+    own = of_task(stored.run, values["task"])
+    run = placement.on_mesh(with_changes(own.run, changed), values["mesh"])
     if folder:
       return stored.step, open_folder(folder, run)
-    return stored.step, open_model(run, values["workdir"], stored.step, ema=values["ema"])
+    options = {"ema": values["ema"], "gate": own.gate}
+    return stored.step, open_model(run, values["workdir"], stored.step, **options)
 
   at, opened = with_newest(opened_step, step)
   found = evaluate_tasks(
@@ -173,6 +181,7 @@ def evaluate_run(
   changed: Mapping[str, str] | None = None,
   model: str = "",
   ema: bool = False,
+  task: str = "",
 ) -> dict[str, Any]:
   """Evaluates a run: the figures of `scmoe.inference.evaluation.evaluate`, and a bigram model's.
 
@@ -185,6 +194,7 @@ def evaluate_run(
     changed: fields of `EVALUATED` to change, with their values.
     model: folder that `scmoe.convert --inference` wrote, instead of a run's.
     ema: the moving average of the run's weights instead of the weights.
+    task: of a run of several tasks, the one to evaluate, with its gates; "": all, each on its text.
 
   Raises:
     ConfigError: a field cannot be used, or has no effect on this model; the mesh does not divide
@@ -196,20 +206,21 @@ def evaluate_run(
 
   def opened_step() -> tuple[Stored | InferenceFolder, RunConfig, OpenRun]:
     stored = folder or open_run(workdir, named, allow_import)
-    run = placement.on_mesh(with_changes(stored.run, changed), mesh)
+    own = of_task(stored.run, task) if task or elsewhere else OfTask(stored.run)
+    run = placement.on_mesh(with_changes(own.run, changed), mesh)
     run.train.check_mesh(run.mesh.batch_shards)
     run.check_divided_rows()
     run = placement.with_capacity_groups_of(run, stored.run)
     if folder:
       return stored, run, open_folder(folder, run)
-    return stored, run, open_model(run, workdir, stored.step, ema=ema)
+    return stored, run, open_model(run, workdir, stored.step, ema=ema, gate=own.gate)
 
-  stored, run, opened = with_newest(opened_step, named)
   elsewhere = any(name in DATA for name in changed)
-  source = with_tokenizer(run.data, workdir) if elsewhere else run.data
+  stored, run, opened = with_newest(opened_step, named)
+  source = with_tokenizer(run.data, workdir) if elsewhere or task else run.data
   modality, read = modality_of(run), dataclasses.replace(run, data=source)
   data = modality.open_data(read, evaluated=elsewhere)
-  if not elsewhere and isinstance(stored, Stored):
+  if not elsewhere and not task and isinstance(stored, Stored):
     _warn_of_other_text(stored, data)
   options = {
     "mesh": opened.mesh,
@@ -225,6 +236,7 @@ def evaluate_run(
   capacity["groups_trained"] = capacity_groups(stored.run)
   where = {"workdir": str(workdir), "step": stored.step, "changed": dict(changed)}
   where |= {"weights": "average"} if ema else {}
+  where |= {"task": task} if task else {}
   return {**where, **figures, "capacity": capacity}
 
 
@@ -278,6 +290,7 @@ def table(figures: dict[str, Any]) -> str:
   title = f"{figures['workdir']} at step {figures['step']}"
   title += f" with {with_}" if with_ else ""
   title += ", average of the weights" if "weights" in figures else ""
+  title += f", task {figures['task']}" if "task" in figures else ""
   title += f", {figures['batches']:,} batches" if "batches" in figures else ""
   lines = [f"validation of {title}"]
   lines.append(" " * width + "".join(f"{head:>18}" for head in shown.values()))

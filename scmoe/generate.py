@@ -3,6 +3,7 @@
   python -m scmoe.generate --workdir runs/quickstart --prompt "def main(" --max_new_tokens 200
   python -m scmoe.generate --workdir runs/a --prompt "import " --prompt "class " --temperature 0
   python -m scmoe.generate --workdir runs/a --chat
+  python -m scmoe.generate --workdir runs/tasks --task code --prompt "def main("
   python -m scmoe.generate --model exports/a --prompt "def main("
   python -m scmoe.generate --benchmark --config gpt2_moe_medium --compare top2,scmoe_pos2
 
@@ -57,6 +58,7 @@ FLAGS = (
   Flag("workdir", str, "", "folder of the run"),
   Flag("model", str, "", "folder that scmoe.convert --inference wrote, instead of --workdir"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
+  Flag("task", str, "", "run of several tasks: the one whose gates route the text"),
   Flag("prompt", str, "", "text to continue", repeat=True),
   Flag(
     "chat",
@@ -123,6 +125,7 @@ def main(argv: list[str]) -> None:
     longest=max((len(prompt.encode()) for prompt in values["prompt"]), default=0) + 1,
     max_new_tokens=values["max_new_tokens"],
     deterministic=values["deterministic"],
+    task=values["task"],
   )
   if session.plan:
     print(*session.plan, sep="\n", file=sys.stderr)

@@ -36,6 +36,7 @@ RANKS = [
   ("run.config",),
   ("run.config_files",),
   ("run.text", "run.images"),
+  ("run.multitask",),
   ("run.modality",),
   ("run.build", "run.placement", "run.command_line", "run.programs", "run.start", "reports"),
   ("run.sharing", "run.adapters", "run.host_memory"),

@@ -122,11 +122,11 @@ class Data:
     import grain
 
     rows = _ProcessRows(
-      self._train_order(), self.batch_size, self.process_index, self.process_count
+      self.training_order(), self.batch_size, self.process_index, self.process_count
     )
     batches = (
       grain.MapDataset.source(rows)
-      .map(self._read_train)
+      .map(self.training_row)
       .batch(self.batch_size // self.process_count)
     )
     options = grain.ReadOptions(
@@ -147,7 +147,7 @@ class Data:
       raise DataError(f"no domain {domain!r} in the data; one of: {', '.join(self.domains)}")
     index = None if domain is None else self.domains.index(domain)
     if index not in self._validation_order:
-      self._validation_order[index] = _shuffled(self._validation.keys(index))
+      self._validation_order[index] = shuffled(self._validation.keys(index))
     keys = self._validation_order[index]
     if not len(keys):
       of = f"domain {domain!r}" if domain else "the data"
@@ -157,8 +157,8 @@ class Data:
       )
     return Validation(self, keys, max_batches)
 
-  def _train_order(self) -> Any:
-    # An endless dataset of row keys: shuffles each domain by itself and mixes them by weight.
+  def training_order(self) -> Any:
+    """An endless dataset of row keys: each domain shuffled by itself, all mixed by weight."""
     import grain
 
     parts, weights = [], []
@@ -183,8 +183,25 @@ class Data:
       for domain, size in zip(self.corpus.domains, sizes)
     ]
 
-  def _read_train(self, key: int) -> Row:
+  def training_row(self, key: int) -> Row:
+    """The training row with this key."""
     return self._train.read(key, self.config.document_mask)
+
+  @property
+  def training_rows(self) -> int:
+    """Number of training rows."""
+    return len(self._train)
+
+  def validation_keys(self) -> range:
+    """Keys of all validation rows, for `validation_row`."""
+    return self._validation.keys(None)
+
+  def validation_row(self, key: int) -> Row:
+    """The validation row with this key; of a pair of answers only the chosen one counts."""
+    row = self._validation.read(key, self.config.document_mask)
+    if self.config.reads_preferences:
+      row["weights"] = row["weights"] * (row["segment_ids"] % 2)
+    return row
 
   def passes(self, rows: int) -> dict[str, float]:
     """How many times a run of `rows` rows reads each domain's training text."""
@@ -248,7 +265,7 @@ class Data:
 
   def _order_digest(self) -> str:
     # grain may change its order between versions, so the first rows are part of the fingerprint.
-    order = self._train_order()
+    order = self.training_order()
     first = np.array([order[i] for i in range(256)], "<i8")
     return hashlib.blake2b(first.tobytes(), digest_size=8).hexdigest()
 
@@ -336,13 +353,10 @@ class Validation:
       yield Batch(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
 
   def _read(self, i: int) -> Row:
-    rows, mask = self._data._validation, self._data.config.document_mask
     if i < len(self._keys):
-      row = rows.read(int(self._keys[i]), mask)
-      if self._data.config.reads_preferences:  # of a pair, the chosen answer alone
-        row["weights"] = row["weights"] * (row["segment_ids"] % 2)
-      return row
-    return {name: np.zeros_like(a) for name, a in rows.read(int(self._keys[0]), mask).items()}
+      return self._data.validation_row(int(self._keys[i]))
+    padding = self._data.validation_row(int(self._keys[0]))
+    return {name: np.zeros_like(a) for name, a in padding.items()}
 
 
 class _Rows:
@@ -395,9 +409,10 @@ def _derived_seed(seed: int, name: str) -> int:
   return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "big")
 
 
-def _shuffled(keys: range) -> np.ndarray:
-  # Sorts by a hash of the position: the same on every machine and in every version. It hashes
-  # `_HASHED` rows at a time, because millions of digest objects can need more memory than the data.
+def shuffled(keys: range) -> np.ndarray:
+  """The keys in a fixed order that looks random: the same on every machine and in every version."""
+  # Sorts by a hash of the position, `_HASHED` rows at a time, because millions of digest objects
+  # can need more memory than the data.
   hashes = np.zeros(len(keys), ">u8")
   for start in range(0, len(keys), _HASHED):
     places = range(start, min(start + _HASHED, len(keys)))

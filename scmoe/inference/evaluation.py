@@ -114,7 +114,8 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
     model: GPT = nnx.merge(graph, ready_beside_pairs([params])[0])
     batch = own_tokens(batch)
     mask_BS = batch.segment_ids > 0
-    given = Pass(batch.positions, batch.segment_ids, mask_BS=mask_BS, router=router)
+    options = {"mask_BS": mask_BS, "router": router, "gate": model.gates_of(batch)}
+    given = Pass(batch.positions, batch.segment_ids, **options)
     out = model(batch.inputs, given)
     nats_BS, correct_BS = model.embedding.token_losses(out.h_BSD, batch.targets)
     weight_BS = batch.weights

@@ -150,6 +150,7 @@ def walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: Heard) ->
       begun.segments_BS,
       mask_BS,
       bias_E=None if bias is None or moe is None else bias[i],
+      gate=begun.gate,
       before=before,
     )
     out = pair(h_BSD, context, handed_BSD=handed)
@@ -162,7 +163,7 @@ def walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: Heard) ->
       last = seen[id(unit.blocks[-1]), "norm_mlp"][1]
       for _ in () if moe is None else rule.taps:
         assert moe is not None
-        call = MoECall(mask=mask_BS, bias_E=context.bias_E)
+        call = MoECall(mask=mask_BS, bias_E=context.bias_E, gate=begun.gate)
         found.current.append(moe.route(last, call).routing)
         found.read.append(last)
   found.values.append(h_BSD)

@@ -48,6 +48,7 @@ class Begun(NamedTuple):
     domain_B: int [B], domain of each row.
     class_BS: int [B, S] or [B, 1], class of each token.
     router: router state of each trunk.
+    gate: index of the gate that chooses, or of each row's gate (`Pass.gate`).
   """
 
   h_BSD: Array
@@ -57,6 +58,7 @@ class Begun(NamedTuple):
   domain_B: Array
   class_BS: Array
   router: Sequence[Any]
+  gate: int | Array = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,7 @@ class ReadText:
       jnp.zeros(rows, jnp.int32) if batch.domain is None else batch.domain,
       jnp.asarray(self.classes_V, jnp.int32)[batch.inputs],
       [self.router or {}],
+      model.gates_of(batch),
     )
 
   def between(self, model: GPT, number: int, h_BSD: Array) -> Array:

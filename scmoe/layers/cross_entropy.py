@@ -74,14 +74,13 @@ def _token_fwd(h_TD, weight, targets_T, by_token):
 
 def _token_bwd(by_token, kept, bars):
   h_TD, weight, targets_T = kept
-  _, h_bar_TD, weight_bar = _with_gradients(h_TD, weight, targets_T, bars[0], by_token)
+  *_, h_bar_TD, weight_bar = _with_gradients(h_TD, weight, targets_T, bars[0], by_token)
   return h_bar_TD, weight_bar.astype(weight.dtype), None
 
 
 token_losses.defvjp(_token_fwd, _token_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def summed_losses(
   h_TD: Float[Array, "T D"],
   weight: Array,
@@ -100,15 +99,32 @@ def summed_losses(
     h_TD, weight, targets_T, by_token: as in `token_losses`.
     weights_T: float32, one for each token; 0: it does not count.
   """
+  found: Any = summed_and_each(h_TD, weight, targets_T, weights_T, by_token)
+  return found[:2]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def summed_and_each(
+  h_TD: Float[Array, "T D"],
+  weight: Array,
+  targets_T: Int[Array, " T"],
+  weights_T: Float[Array, " T"],
+  by_token: bool,
+) -> tuple[Array, Array, Float[Array, " T"]]:
+  """The sums of `summed_losses`, and each token's cross-entropy: float32 [], [] and [T].
+
+  The third has no gradient. Metrics by kinds of text add it up, without another pass over the
+  scores. Arguments are those of `summed_losses`.
+  """
   found: Any = token_losses(h_TD, weight, targets_T, by_token)
   nats_T, correct_T = found
-  return (nats_T * weights_T).sum(), (correct_T * weights_T).sum()
+  return (nats_T * weights_T).sum(), (correct_T * weights_T).sum(), nats_T
 
 
 def _summed_fwd(h_TD, weight, targets_T, weights_T, by_token):
-  sums, h_bar_TD, weight_bar = _with_gradients(h_TD, weight, targets_T, weights_T, by_token)
+  sums, nats_T, h_bar_TD, weight_bar = _with_gradients(h_TD, weight, targets_T, weights_T, by_token)
   like = jnp.zeros((0,), weight.dtype)  # the type of the gradient; no bytes
-  return sums, (h_bar_TD, weight_bar, like)
+  return (*sums, nats_T), (h_bar_TD, weight_bar, like)
 
 
 def _summed_bwd(by_token, kept, bars):
@@ -118,7 +134,7 @@ def _summed_bwd(by_token, kept, bars):
   return times(h_bar_TD, h_bar_TD.dtype), times(weight_bar, like.dtype), None, None
 
 
-summed_losses.defvjp(_summed_fwd, _summed_bwd)
+summed_and_each.defvjp(_summed_fwd, _summed_bwd)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,13 +240,13 @@ _PRODUCTS = {True: ("tv,vd->td", "tv,td->vd"), False: ("tv,dv->td", "td,tv->dv")
 
 def _with_gradients(
   h_TD: Array, weight: Array, targets_T: Array, weights_T: Array, by_token: bool
-) -> tuple[tuple[Array, Array], Array, Array]:
-  """(both sums of `summed_losses`, gradient of h, float32 gradient of the weight)."""
+) -> tuple[tuple[Array, Array], Array, Array, Array]:
+  """(sums of `summed_losses`, each token's loss, gradient of h, float32 gradient of the weight)."""
   own = _own_tokens(weight, by_token)
   first = _first_token(own)
   back, outer = _PRODUCTS[by_token]
 
-  def chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, Array]:
+  def chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, tuple[Array, Array]]:
     nats, correct, weight_bar = carry
     h_CD, targets_C, weights_C = xs
     logits_Cv = scores(h_CD, weight, by_token)
@@ -242,14 +258,14 @@ def _with_gradients(
     pair = (bar_Cv, h_CD) if by_token else (h_CD, bar_Cv)
     weight_bar += jnp.einsum(outer, *pair, preferred_element_type=jnp.float32)
     sums = nats + (nats_C * weights_C).sum(), correct + (correct_C * weights_C).sum()
-    return (*sums, weight_bar), h_bar_CD
+    return (*sums, weight_bar), (nats_C, h_bar_CD)
 
   zero = jnp.zeros((), jnp.float32)
   start = zero, zero, jnp.zeros(weight.shape, jnp.float32)
-  (nats, correct, weight_bar), h_bar_TD = _over_chunks(
+  (nats, correct, weight_bar), (nats_T, h_bar_TD) = _over_chunks(
     chunk, start, (h_TD, targets_T, weights_T), own
   )
-  return (nats, correct), h_bar_TD, weight_bar
+  return (nats, correct), nats_T, h_bar_TD, weight_bar
 
 
 def _losses(

@@ -12,7 +12,13 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from scmoe.base.options import Options, option
-from scmoe.layers.cross_entropy import Teaching, scores, summed_losses, taught_losses, token_losses
+from scmoe.layers.cross_entropy import (
+  Teaching,
+  scores,
+  summed_and_each,
+  taught_losses,
+  token_losses,
+)
 from scmoe.parallel.collectives import gather_replicated, repeat, total
 from scmoe.parallel.mesh import axis_index
 
@@ -97,10 +103,20 @@ class Embedding(nnx.Module):
 
     Each is float32 []. The forward pass goes by chunks of tokens and computes their gradient too.
     """
+    return self.summed_and_each(h_BSD, targets_BS, weights_BS)[:2]
+
+  def summed_and_each(
+    self,
+    h_BSD: Float[Array, "B S D"],
+    targets_BS: Int[Array, "B S"],
+    weights_BS: Float[Array, "B S"],
+  ) -> tuple[Array, Array, Float[Array, "B S"]]:
+    """The sums of `summed_losses`, and each token's cross-entropy without a gradient."""
     h_TD, weight, by_token = self._read(h_BSD)
     targets_T, weights_T = targets_BS.reshape(-1), weights_BS.reshape(-1).astype(jnp.float32)
-    found: Any = summed_losses(h_TD, weight, targets_T, weights_T, by_token)
-    return found
+    found: Any = summed_and_each(h_TD, weight, targets_T, weights_T, by_token)
+    nats, correct, nats_T = found
+    return nats, correct, nats_T.reshape(targets_BS.shape)
 
   def taught_losses(
     self,

@@ -13,6 +13,7 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Float, Int
 
+from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.unit import times
@@ -112,6 +113,25 @@ class GPT(Trunk):
           f"{config.vocab_size - 1}"
         )
 
+  def gates_of(self, batch: Batch, turn: int | Array = 0) -> int | Array:
+    """`Pass.gate` for a batch: with `router.tasks` the task of each row, else `turn`.
+
+    Args:
+      batch: its `domain` is the index of each row's task.
+      turn: index of the gate whose turn it is (`router.compat.gates`).
+
+    Raises:
+      ConfigError: the model has tasks, and the batch does not say which.
+    """
+    if not self.router.tasks:
+      return turn
+    if batch.domain is None:
+      raise ConfigError(
+        f"the batch has no domain, got router.tasks={self.router.tasks}; give the index of each "
+        "row's task as Batch.domain"
+      )
+    return jnp.asarray(batch.domain)
+
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
     """Logits of the next token at every position: float32 [B, S, V].
 
@@ -139,8 +159,8 @@ def route(
   Args:
     models: one per batch, with the same parameters, so that each batch has gradients of its own.
     streams: int32 token ids of each batch.
-    given: one per batch. Positions, segments, mask, key, caches and pairs are each batch's own; all
-      other fields of the first one hold for all batches.
+    given: one per batch. Positions, segments, mask, key, gate, caches and pairs are each batch's
+      own; all other fields of the first one hold for all batches.
   """
   config, shared = models[0].config, given[0]
   contexts, starts = [], []

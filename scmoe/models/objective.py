@@ -53,6 +53,8 @@ class LossSums:
     divergence: Σ weight · divergence from a teacher (`scmoe.models.distillation`), or None.
     correct_5: Σ weight · [one of the five best guesses is right], of images, or None.
     preference: sums over pairs of answers by name (`scmoe.models.preference`), or None.
+    tasks: `nats` and `weight` of each task, float32 [tasks], by name (`scmoe.models.multitask`), or
+      None.
   """
 
   nats: Array
@@ -64,6 +66,7 @@ class LossSums:
   divergence: Array | None = None
   correct_5: Array | None = None
   preference: dict[str, Array] | None = None
+  tasks: dict[str, Array] | None = None
 
 
 class RoutedObjective(abc.ABC):
@@ -361,11 +364,11 @@ class LanguageModelObjective(RoutedObjective):
         mask_BS=batch.segment_ids > 0,
         key=rng,
         router=router,
-        gate=(router or {}).get("turn", 0),
+        gate=model.gates_of(batch, (router or {}).get("turn", 0)),
         remat=self.remat,
         gradient_totals=totals,
       )
-      for batch, rng in zip(batches, rngs)
+      for model, batch, rng in zip(models, batches, rngs)
     ]
     return gpt.route(models, [batch.inputs for batch in batches], given)
 

@@ -58,7 +58,8 @@ class Pass:
     remat: what the backward pass recomputes: none (nothing); dots (all but the rows that exchanges
       have delivered, and matrix products without batch dimensions); moe (only the experts'
       activations); full (all but the rows that exchanges have delivered).
-    gate: index of the gate that chooses experts, if `router.compat.gates` > 1; may be traced.
+    gate: index of the gate that chooses experts, if `router.compat.gates` > 1; may be traced. With
+      `router.tasks` an array [B] of indices (`GPT.gates_of`).
     hidden: whether to return the main path after every block.
     gradient_totals: the model's `totals_of_pairs`, `scmoe.models.gradient_sums.GradientTotal`s to
       which the backward pass adds the gradients of the pairs' parameters; None: plain gradients.
@@ -250,8 +251,8 @@ class Leg(NamedTuple):
     trunks: one per batch, with the same parameters, so that each batch has gradients of its own.
     starts: the residual stream [B, S, D] of each batch before the first pair.
     contexts: one per batch, without keys, bias and kept experts: each pair gets its own of these.
-    given: one per batch. Key, pairs and caches are each batch's own; router, remat, begins and
-      gradient_totals of the first one hold for all batches.
+    given: one per batch. Key, gate, pairs and caches are each batch's own; router, remat, begins
+      and gradient_totals of the first one hold for all batches.
   """
 
   trunks: Sequence[Trunk]
@@ -415,7 +416,7 @@ def context_of(
 
   Args:
     shared: the first batch's `Pass`, whose options hold for all batches.
-    own: this batch's `Pass`, of which only the mask is read.
+    own: this batch's `Pass`, of which mask and gate are read.
     positions_BS, segments_BS: see `Context`.
     mask_BS: replaces `own.mask_BS`, e.g. for a trunk with fewer tokens; None: `own.mask_BS` holds.
   """
@@ -423,7 +424,7 @@ def context_of(
     positions_BS,
     segments_BS,
     own.mask_BS if mask_BS is None else mask_BS,
-    gate=shared.gate,
+    gate=own.gate,
     no_drop=shared.no_drop,
     experts=OnDevice(recompute=True) if shared.remat == "moe" else shared.experts,
     begins=shared.begins,

@@ -8,9 +8,10 @@ one program, an entry in `GATES` works too.)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -168,10 +169,77 @@ class CosineGate(nnx.Module):
     return cosine_logits(x_TD, *(p[...] for p in parameters), fp32=self.fp32)
 
 
+@dataclasses.dataclass(frozen=True)
+class GatesOfRows:
+  """Gates over one set of experts, each of which scores the tokens of its own rows: a `Gate`.
+
+  Tasks that share experts differ by their gates (`router.tasks`). A row's gate reads this row
+  alone, so a gate gets gradients from its own rows only. It has no `top_k`: the kernel that
+  computes product and choice together reads the weights of one gate.
+
+  Attributes:
+    graph: the gates' graph definition, which all share.
+    params: their parameters, each with a leading dimension of gates.
+    gate_B: int32 [B], index of each row's gate; its range is not checked.
+  """
+
+  graph: Any
+  params: Any
+  gate_B: Array
+
+  def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
+    """The tokens' logits, each by the gate of its row. T is B times the tokens of a row.
+
+    Raises:
+      ConfigError: T is no multiple of B.
+    """
+    rows, tokens = self.gate_B.shape[0], x_TD.shape[0]
+    if not rows or tokens % rows:
+      raise ConfigError(
+        f"gate names a gate for each of {rows} rows, into which {tokens} tokens cannot be divided; "
+        "give one index per row"
+      )
+
+    def of_row(index: Array, x_SD: Array) -> Array:
+      gate: Any = nnx.merge(self.graph, jax.tree.map(lambda each: each[index], self.params))
+      return gate(x_SD)
+
+    logits_BSE = jax.vmap(of_row)(self.gate_B, x_TD.reshape(rows, tokens // rows, -1))
+    return logits_BSE.reshape(tokens, -1)
+
+
+def chosen_gate(gates: Sequence[Any], index: int | Array) -> Any:
+  """The gate with this index; with an array [B] of them, each row's gate (`GatesOfRows`).
+
+  Args:
+    gates: of one layer.
+    index: an int; or an array, traced or not, of shape [] or [B], whose range is not checked.
+
+  Raises:
+    ConfigError: an int is the index of no gate; or the index is an array, and the gates differ in
+      class or size.
+  """
+  if not isinstance(index, Array):
+    if not 0 <= index < len(gates):
+      raise ConfigError(
+        f"gate={index} is none of the {len(gates)} gates; raise router.compat.gates or use 0 to "
+        f"{len(gates) - 1}"
+      )
+    return gates[index]
+  apart = [nnx.split(gate) for gate in gates]
+  kinds = [(graph, jax.tree.map(jnp.shape, nnx.to_pure_dict(params))) for graph, params in apart]
+  if any(kind != kinds[0] for kind in kinds):
+    raise ConfigError("gates that take turns must be of one class and size; pass an int as gate")
+  graph, params = apart[0][0], jax.tree.map(lambda *each: jnp.stack(each), *(p for _, p in apart))
+  if index.ndim:
+    return GatesOfRows(graph, params, index)
+  return nnx.merge(graph, jax.tree.map(lambda each: each[index], params))
+
+
 def make_gates(
   width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
 ) -> list[Any]:
-  """Makes `config.compat.gates` gates over one set of experts, each with its own initial weights.
+  """Makes `config.num_gates` gates over one set of experts, each with its own initial weights.
 
   Raises:
     ConfigError: `config.gate` is neither a word of `GATES` nor the import path of something that
@@ -181,8 +249,7 @@ def make_gates(
   if isinstance(make, str):
     make = functools.partial(construct, make, "router.gate", needs=("__call__",))
   return [
-    make(width, num_experts, config, init_std=init_std, rngs=rngs)
-    for _ in range(config.compat.gates)
+    make(width, num_experts, config, init_std=init_std, rngs=rngs) for _ in range(config.num_gates)
   ]
 
 

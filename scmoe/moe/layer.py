@@ -16,7 +16,7 @@ from scmoe.base.extensions import construct, is_import_path
 from scmoe.base.options import check_type, option, section
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport, sends_ahead
 from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
-from scmoe.moe.gates import Gate, make_gates
+from scmoe.moe.gates import Gate, chosen_gate, make_gates
 from scmoe.moe.losses import router_sums
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.route import route, route_distinct
@@ -74,6 +74,7 @@ class MoECall:
       None: no such rule.
     k: experts per token, unless `avoid_T` is given; None: the layer's `top_k`.
     gate: index of the gate that chooses, where there are several (Tutel gate_index); may be traced.
+      An array [B] has an index for each row of tokens [B, ..., D] (`router.tasks`).
     capacity_factor: replaces `dispatch.capacity_factor` in this call (Tutel's runtime capacity); 0
       drops nothing; None: the configured factor.
     no_drop: whether every expert has room for all tokens, whatever the factor (decoding, exact
@@ -188,6 +189,7 @@ class MoE(nnx.Module):
     if not x.size:
       # Gathers and kernels need a row to read, so one masked token stands for no token.
       one = dataclasses.replace(call, mask=jnp.zeros(1, bool), key=None, no_drop=True, avoid_T=None)
+      one = dataclasses.replace(one, gate=0)
       y, sums = self(jnp.zeros((1, self.config.width), x.dtype), one)
       return jnp.zeros((*x.shape[:-1], y.shape[-1]), y.dtype), sums
     with jax.named_scope("route"):
@@ -311,29 +313,8 @@ class MoE(nnx.Module):
       )
 
   def _gate(self, index: int | Array) -> Any:
-    """The layer's gate with this index.
-
-    Raises:
-      ConfigError: an int is the index of no gate; or the index is an array, traced or not, and the
-        gates differ in class or size. The range of an array is not checked.
-    """
-    if isinstance(index, Array):
-      apart = [nnx.split(gate) for gate in self.router_gate]
-      kinds = [
-        (graph, jax.tree.map(jnp.shape, nnx.to_pure_dict(params))) for graph, params in apart
-      ]
-      if any(kind != kinds[0] for kind in kinds):
-        raise ConfigError(
-          "gates that take turns must be of one class and size; pass an int as gate"
-        )
-      chosen = jax.tree.map(lambda *params: jnp.stack(params)[index], *(p for _, p in apart))
-      return nnx.merge(apart[0][0], chosen)
-    if not 0 <= index < len(self.router_gate):
-      raise ConfigError(
-        f"gate={index} is none of the {len(self.router_gate)} gates; raise "
-        f"router.compat.gates or use 0 to {len(self.router_gate) - 1}"
-      )
-    return self.router_gate[index]
+    """The gate that `MoECall.gate` names; see `scmoe.moe.gates.chosen_gate`."""
+    return chosen_gate(self.router_gate, index)
 
   def _draws(self, shape: tuple[int, ...], key: Array) -> Draws:
     """The gate's noise and jitter for this device's tokens, as far as options ask for them.

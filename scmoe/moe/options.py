@@ -176,7 +176,18 @@ class RouterConfig(Options, path="router"):
     "aims at (LongCat-Flash K_e); 0: top_k · E / (E + zero experts)",
     minimum=0,
   )
+  tasks: int = option(
+    0,
+    "number of tasks, each with a gate of its own over the experts, which all share; the batch "
+    "says which task a row belongs to. A run takes it from multitask.names; 0: no tasks",
+    minimum=0,
+  )
   compat: CompatConfig = section(CompatConfig, "options that only Tutel or MegaBlocks have")
+
+  @property
+  def num_gates(self) -> int:
+    """Gates of a layer: one for each task, or those that take turns (`router.compat.gates`)."""
+    return self.tasks or self.compat.gates
 
   def real_share(self, k: int, num_experts: int, zero_experts: int) -> float:
     """The share of the choices that computing experts, not zero experts, are meant to get.
@@ -234,8 +245,8 @@ class RouterConfig(Options, path="router"):
 
     Raises:
       ConfigError: load_importance without noise; more open groups than groups; a proportional or
-        derivative gain without `bias=pid`; or uniform choices with token rounding. It names the
-        fields and what would do.
+        derivative gain without `bias=pid`; gates of tasks with gates that take turns; or uniform
+        choices with token rounding. It names the fields and what would do.
     """
     if self.balance == "load_importance" and not self.noise:
       raise ConfigError(
@@ -252,6 +263,11 @@ class RouterConfig(Options, path="router"):
       name = next(n for n, gain in gains.items() if gain)
       raise ConfigError(
         f"router.{name}={gains[name]} is a gain of router.bias='pid', got {self.bias!r}"
+      )
+    if self.tasks and self.compat.gates > 1:
+      raise ConfigError(
+        f"router.compat.gates={self.compat.gates} take turns, got router.tasks={self.tasks}, whose "
+        "gates are chosen by the rows; use one of them"
       )
     if self.compat.uniform and self.compat.round_to:
       raise ConfigError(

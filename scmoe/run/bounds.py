@@ -34,6 +34,7 @@ MOST = {
   "model.qk_rope_head_dim": 2**16,
   "model.v_head_dim": 2**16,
   "router.compat.gates": 64,
+  "router.tasks": 64,
   "router.cosine_dim": 2**20,
   "router.n_group": 2**16,
   "router.topk_group": 2**16,

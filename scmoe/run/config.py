@@ -21,6 +21,8 @@ from scmoe.base.renamed import RENAMED, note_name, old_names, with_present_names
 from scmoe.base.stored import StoredError, parse_json
 from scmoe.blocks.options import OverlapConfig
 from scmoe.data.config import DataConfig
+from scmoe.data.multitask.config import MultitaskConfig
+from scmoe.data.multitask.plan import Plan, make_plan
 from scmoe.models.config import ModelConfig
 from scmoe.models.low_rank import LoraConfig
 from scmoe.models.vision.augment import AugmentConfig
@@ -56,6 +58,7 @@ class RunConfig(Options):
   overlap: OverlapConfig = section(OverlapConfig, "where the expert stage sits in the schedule")
   mesh: MeshConfig = section(MeshConfig, "devices: data x expert x tensor x sequence")
   data: DataConfig = section(DataConfig, "text, tokenizer, sequences; images", default=_WHOLE_ROWS)
+  multitask: MultitaskConfig = section(MultitaskConfig, "tasks that train one model side by side")
   augment: AugmentConfig = section(AugmentConfig, "how training changes images and labels")
   train: TrainConfig = section(TrainConfig, "length, batch and cadence of the run")
   optimizer: OptimizerConfig = section(
@@ -93,8 +96,10 @@ class RunConfig(Options):
     model = self.model.resolve(vocab_size=vocab_size)
     length = model.context if model.reads_images else self.data.seq_len
     data = dataclasses.replace(self.data, source=self.data.kind, seq_len=length)
-    run = dataclasses.replace(self, mesh=mesh, model=model, data=data)
+    router = self._router_of_tasks()
+    run = dataclasses.replace(self, mesh=mesh, model=model, data=data, router=router)
     run._check_reading()
+    run._check_tasks()
     model.check_mesh(expert=mesh.expert, tensor=mesh.tensor)
     self.train.check_mesh(mesh.batch_shards, num_processes)
     run.check_divided_rows()
@@ -133,6 +138,56 @@ class RunConfig(Options):
         f"augment.erase_least={self.augment.erase_least:g} is larger than augment.erase_most="
         f"{self.augment.erase_most:g}; use at most that"
       )
+
+  def _router_of_tasks(self) -> RouterConfig:
+    """The router's options with a gate for each task."""
+    names = self.multitask.task_names
+    if self.router.tasks not in (0, len(names)):
+      raise ConfigError(
+        f"router.tasks={self.router.tasks} does not fit multitask.names={self.multitask.names!r}, "
+        f"from which a run takes it; leave router.tasks at 0"
+      )
+    return dataclasses.replace(self.router, tasks=len(names))
+
+  def _check_tasks(self) -> None:
+    """Checks the tasks, and that nothing is asked for that only a run of one task can do."""
+    names, data, train = self.multitask.names, self.data, self.train
+    if not names:
+      return
+    tasks = self.multitask.tasks(data)
+    why = f"multitask.names={names!r}"
+    if not self.model.wiring_rule.taps:
+      raise ConfigError(
+        f"{why} gives each task a gate, but model.wiring={self.model.wiring!r} has no routed "
+        "experts; choose another wiring"
+      )
+    if min(task.length for task in tasks) < data.seq_len and not self.model.document_mask:
+      raise ConfigError(
+        f"multitask.lengths={self.multitask.lengths!r} puts several sequences into a row; set "
+        "model.document_mask=True, so that they do not attend to each other"
+      )
+    if train.teacher:
+      raise ConfigError(f"{why} does not go with train.teacher={train.teacher!r}; leave one out")
+    if self.lora.rank:
+      raise ConfigError(f"{why} does not go with lora.rank={self.lora.rank}; leave one out")
+    if self.router.compat.gates > 1:
+      raise ConfigError(
+        f"{why} does not go with router.compat.gates={self.router.compat.gates}; leave one out"
+      )
+    self.plan()
+
+  def plan(self) -> Plan:
+    """Which rows of a step belong to which task, and which device computes them.
+
+    Needs a resolved run of several tasks.
+
+    Raises:
+      ConfigError: a task would get no row, or equal shares do not divide the devices.
+    """
+    tasks, shards, train = self.multitask.tasks(self.data), self.mesh.batch_shards, self.train
+    places = train.microbatches(self.data.seq_len) * train.batch_size // shards
+    names, loads = [task.name for task in tasks], [task.load for task in tasks]
+    return make_plan(self.multitask.plan, names, loads, devices=shards, places=places)
 
   def _check_sequence(self, vocab_size: int) -> None:
     if self.data.seq_len > self.model.context:
@@ -331,6 +386,7 @@ def smoke_run(run: RunConfig) -> RunConfig:
     data=data,
     train=train,
     optimizer=OptimizerConfig(warmup_steps=1),
+    multitask=MultitaskConfig(),  # the data are no mixture, of which each task reads a part
     lora=LoraConfig(),  # a model to adapt would have to be trained first
     checkpoint=CheckpointConfig(every=0, keep=2),
   )

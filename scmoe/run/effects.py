@@ -150,6 +150,18 @@ RULES = (
     "leave mesh.gather_again=True",
   ),
   _Rule(
+    ("multitask.loads", "multitask.lengths", "multitask.plan"),
+    lambda run: not run.multitask.names,
+    "multitask.names='' leaves one task",
+    "set multitask.names, one name for each part of data.mixture",
+  ),
+  _Rule(
+    ("train.sample_every", "train.sample_tokens"),
+    lambda run: bool(run.multitask.names),
+    "a run of several tasks prints no samples",
+    "leave it out, and call scmoe.generate --task NAME",
+  ),
+  _Rule(
     ("mesh.moments_ahead",),
     lambda run: run.mesh.moments_in == "device",
     "mesh.moments_in='device' fetches no moments",

@@ -31,6 +31,7 @@ from scmoe.pretrained.stream import leaves_of, unload
 from scmoe.run import build, placement
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
+from scmoe.run.multitask import of_task
 from scmoe.run.opened import Stored, open_run, weights_of
 from scmoe.run.text import load_tokenizer
 from scmoe.training.card import read_card
@@ -46,6 +47,7 @@ def export_model(
   dtype: str = "",
   mesh: str = "",
   ema: bool = False,
+  task: str = "",
 ) -> str:
   """Writes a run's model so that transformers can load it; returns a line for the user.
 
@@ -53,8 +55,8 @@ def export_model(
   its own code and model card (`scmoe.pretrained.own`). Arguments as of `export_inference`.
 
   Raises:
-    ConfigError: the model is partly code of the user's own or reads images, `dtype` is unknown, or
-      the run keeps no average.
+    ConfigError: the model is partly code of the user's own or reads images, `dtype` is unknown, the
+      run keeps no average, or `task` does not fit it.
     CheckpointError: there is no such step.
     StorageError: the folder exists already, or cannot be written.
   """
@@ -63,12 +65,12 @@ def export_model(
   source = source_of(workdir)
 
   def opened_step() -> tuple[Stored, dict[str, Any], list[Tensor], dict[str, Array]]:
-    stored = open_run(str(workdir), step)
-    needs_text(stored.run, "scmoe.convert")
+    stored, gate = _of_task(open_run(str(workdir), step), task)
     run = placement.on_mesh(stored.run, mesh)
     built = build.build(run)
     config, listed = _planned(run, source.get("family", ""), leaves_of(built))
-    return stored, config, listed, weights_of(workdir, stored.run, built, stored.step, ema)
+    leaves = weights_of(workdir, stored.run, built, stored.step, ema, gate)
+    return stored, config, listed, leaves
 
   stored, config, listed, leaves = with_newest(opened_step, step)
   run, family = stored.run, config["model_type"]
@@ -112,6 +114,17 @@ def export_model(
   )
 
 
+def _of_task(stored: Stored, task: str) -> tuple[Stored, int | None]:
+  """A stored run that reads a single text, and the index of its task (`of_task`).
+
+  Raises:
+    ConfigError: the run has tasks and none is named, has no such task, or reads images.
+  """
+  run, gate = of_task(stored.run, task)
+  needs_text(run, "scmoe.convert")
+  return stored._replace(run=run), gate
+
+
 def _planned(
   run: RunConfig, family: str, shapes: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Tensor]]:
@@ -148,6 +161,7 @@ def export_inference(
   dtype: str = "",
   mesh: str = "",
   ema: bool = False,
+  task: str = "",
 ) -> str:
   """Writes a run's model as an inference folder; returns lines for the user.
 
@@ -160,23 +174,23 @@ def export_inference(
     dtype: see `--dtype`.
     mesh: see `--mesh`.
     ema: the moving average of the weights instead of the weights.
+    task: of a run of several tasks, the one whose gates the model has.
 
   Raises:
-    ConfigError: `dtype` is unknown, the tokenizer was not stored with the run, or the run keeps no
-      average.
+    ConfigError: `dtype` is unknown, the tokenizer was not stored with the run, the run keeps no
+      average, or it has tasks and `task` is none of them.
     CheckpointError: there is no such step.
     StorageError: the folder exists already, or cannot be written.
   """
   started = time.monotonic()
 
   def opened_step() -> tuple[Stored, str, dict[str, str], RunConfig, dict[str, Array]]:
-    stored = open_run(str(workdir), step)
-    needs_text(stored.run, "scmoe.convert")
+    stored, gate = _of_task(open_run(str(workdir), step), task)
     kind = check_dtype(dtype, stored.run)
     tokenizer = load_tokenizer(stored.run, str(workdir))
     files = tokenizer.files() if isinstance(tokenizer, JsonTokenizer) else {}
     run = placement.on_mesh(inference_run(stored.run, kind), mesh)
-    leaves = weights_of(workdir, stored.run, build.build(run), stored.step, ema)
+    leaves = weights_of(workdir, stored.run, build.build(run), stored.step, ema, gate)
     return stored, kind, files, run, leaves
 
   stored, dtype, files, run, leaves = with_newest(opened_step, step)

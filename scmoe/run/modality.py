@@ -1,7 +1,7 @@
-"""The differences between a model of text and one of images, for all commands: chosen here, once.
+"""The differences between models of text, of images and of several tasks: chosen here, once.
 
-`modality_of(run)` gives `TEXT` or `IMAGES`. Everything else of a run (mesh, step, optimizer,
-checkpoints, loop) knows neither.
+`modality_of(run)` gives `TEXT`, `IMAGES` or `TASKS`. Everything else of a run (mesh, step,
+optimizer, checkpoints, loop) knows none of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.models.objective import RoutedObjective
 from scmoe.run.config import RunConfig
 from scmoe.run.images import Images
+from scmoe.run.multitask import Tasks
 from scmoe.run.text import Text
 
 
@@ -101,19 +102,27 @@ class Modality(Protocol):
 
 TEXT: Modality = Text()
 IMAGES: Modality = Images()
+TASKS: Modality = Tasks()
 
 
 def modality_of(run: RunConfig) -> Modality:
-  """The kind of data that the run's model reads: `TEXT` or `IMAGES`."""
+  """The kind of data that the run's model reads: `TEXT`, `IMAGES`, or text of several `TASKS`."""
+  if run.multitask.names:
+    return TASKS
   return IMAGES if run.model.reads_images else TEXT
 
 
 def needs_text(run: RunConfig, command: str) -> None:
-  """Refuses a model of images where a command reads or writes text.
+  """Refuses a model of images, or of several tasks, where a command reads or writes text.
 
   Raises:
     ConfigError: names the command and those that do.
   """
+  if run.multitask.names:
+    raise ConfigError(
+      f"{command} reads a model with one gate a layer, got one of the tasks {run.multitask.names}; "
+      "scmoe.generate, scmoe.evaluate and scmoe.convert take --task NAME"
+    )
   if run.model.reads_images:
     raise ConfigError(
       f"{command} needs a language model, got model.architecture={run.model.architecture!r}, which "

@@ -25,6 +25,7 @@ from scmoe.run import build
 from scmoe.run.adapters import restore_weights, restore_weights_on_host
 from scmoe.run.config import RunConfig, from_dict, imports_of
 from scmoe.run.modality import modality_of
+from scmoe.run.multitask import loaded_as, stored_as, stored_name
 from scmoe.run.programs import Programs
 from scmoe.training.restore import read_meta, restore_part, restore_stored
 
@@ -99,6 +100,7 @@ def open_model(
   request: OffloadRequest = OffloadRequest(offload="none"),
   load: Workload | None = None,
   ema: bool = False,
+  gate: int | None = None,
 ) -> OpenRun:
   """Loads a run's model.
 
@@ -109,6 +111,8 @@ def open_model(
     load: number and length of the prompts, from which the planner decides where experts lie. None:
       all on the devices.
     ema: the moving average of the weights instead of the weights.
+    gate: index of the task to whose gates `run` was cut (`scmoe.run.multitask.of_task`); None: the
+      model has the gates that the checkpoint stores.
 
   Raises:
     CheckpointError: the checkpoint is damaged.
@@ -127,11 +131,13 @@ def open_model(
   parts = {"router": built.router_shapes} if built.router_shapes else {}
   weights = "average" if ema else "params"
   if offload.decode is None:
-    state = restore_weights(workdir, run, {weights: built.shapes, **parts}, step)
-    model = built.model(state[weights])
+    wanted = {weights: stored_as(built.shapes, gate), **parts}
+    state = restore_weights(workdir, run, wanted, step)
+    model = built.model(loaded_as(state[weights], gate))
   else:
-    held = restore_weights_on_host(workdir, run, built.shapes, step, part=weights)
-    held = cast_params(held, jnp.dtype(run.model.dtype))
+    held = stored_as(built.shapes, gate)
+    held = restore_weights_on_host(workdir, run, held, step, part=weights)
+    held = cast_params(loaded_as(held, gate), jnp.dtype(run.model.dtype))
     model = offloaded(built.model(held), built.mesh, int8=request.int8_experts)
     state = restore_part(workdir, parts, step) if parts else {}
   rest = built.mesh, tokenizer, prepare, offload, lines
@@ -152,7 +158,12 @@ def check_average(run: RunConfig, workdir: str) -> None:
 
 
 def weights_of(
-  workdir: str | Path, run: RunConfig, built: build.Built, step: int, ema: bool
+  workdir: str | Path,
+  run: RunConfig,
+  built: build.Built,
+  step: int,
+  ema: bool,
+  gate: int | None = None,
 ) -> dict[str, Array]:
   """Parameters, or their average, and router state by dotted name; adapters are merged.
 
@@ -163,6 +174,7 @@ def weights_of(
     run: as the checkpoint stores it.
     built: the model, on the mesh to load it to.
     ema: whether the average is wanted in place of the weights.
+    gate: as for `open_model`.
 
   Raises:
     ConfigError: the run keeps no average.
@@ -175,9 +187,9 @@ def weights_of(
     found = restore_weights(workdir, run, {name: x for name, x in state.items() if x}, step)
     return flat({"params": found.pop(weights), **found})
   wanted = leaves_of(built)
-  if not ema:
-    return restore_stored(workdir, wanted, step)
-  renamed = {_PARAMS.sub("average.", name): leaf for name, leaf in wanted.items()}
+  part = "average." if ema else "params."
+  name_of = lambda name: stored_name(_PARAMS.sub(part, name), gate)
+  renamed = {name_of(name): leaf for name, leaf in wanted.items()}
   found = restore_stored(workdir, renamed, step)
   return {name: found[other] for name, other in zip(wanted, renamed) if other in found}
 

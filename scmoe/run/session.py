@@ -20,6 +20,7 @@ from scmoe.inference.serving.server import Server
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run import placement
 from scmoe.run.modality import needs_text
+from scmoe.run.multitask import of_task
 from scmoe.run.opened import OpenRun, open_folder, open_model, open_run
 from scmoe.training.restore import with_newest
 
@@ -53,12 +54,14 @@ class Session:
     piece: most tokens of prompts that a device reads in one pass; 0: all. The planner reserves
       memory for the activations of so many.
     deterministic: see `scmoe.inference.decode.Static`.
+    task: of a run of several tasks, the one whose gates the model has.
 
   Attributes:
     plan: lines about where the experts lie; none if all lie on the devices.
 
   Raises:
-    ConfigError: the model does not fit, even with its experts in the host's memory.
+    ConfigError: the model does not fit, even with its experts in the host's memory; or `task` is
+      none of the run's tasks, or the run has tasks and none is named.
   """
 
   def __init__(
@@ -75,20 +78,22 @@ class Session:
     max_new_tokens: int = 64,
     piece: int = 0,
     deterministic: bool = False,
+    task: str = "",
   ):
     folder = InferenceFolder(model, allow_import) if model else None
     named = None if step < 0 else step
 
     def opened_step() -> OpenRun:
       stored = folder or open_run(workdir, named, allow_import)
-      needs_text(stored.run, "generation")
-      run = placement.on_mesh(stored.run, mesh)
+      own = of_task(stored.run, task)
+      needs_text(own.run, "generation")
+      run = placement.on_mesh(own.run, mesh)
       length = longest or run.model.context - max_new_tokens
       load = Workload(rows, length, max_new_tokens, piece)
       options = {"request": request, "load": load}
       if folder is not None:
         return open_folder(folder, run, **options)
-      return open_model(run, workdir, stored.step, **options)
+      return open_model(run, workdir, stored.step, gate=own.gate, **options)
 
     opened = with_newest(opened_step, named)
     self.model, self.tokenizer, self.plan = opened.model, opened.tokenizer, opened.plan

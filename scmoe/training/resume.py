@@ -9,7 +9,7 @@ from scmoe.data.pipeline import INFORMATIVE
 
 # Fields and sections that a resumed run may change. They decide how long the run is, when it
 # reports, saves or gives up, and where, in which order and with which kernels it computes, not what
-# a step computes.
+# a step computes. Only loads and plan of tasks say what the next steps compute: the run plans anew.
 SAFE = (
   "name",
   "model.ffn.impl",
@@ -18,6 +18,8 @@ SAFE = (
   "dispatch.nodes",
   "dispatch.adaptive_r",
   "overlap",
+  "multitask.loads",
+  "multitask.plan",
   "train.steps",
   "train.stop_after",
   "train.log_every",

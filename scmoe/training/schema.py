@@ -27,6 +27,7 @@ from scmoe.base.errors import CheckpointError
 from scmoe.base.renamed import with_present_names
 from scmoe.blocks.schedule import dense_steps, slot_names, tap_step
 from scmoe.blocks.wiring import WIRINGS, tap_index
+from scmoe.data.multitask.config import MultitaskConfig
 from scmoe.layers.rope import RopeConfig
 from scmoe.models.low_rank import LoraConfig
 from scmoe.models.vision.augment import AugmentConfig
@@ -92,6 +93,7 @@ _SINCE = {
     "bias_derivative": 0.0,
     "real_experts": 0.0,
     "balance_over": "microbatch",
+    "tasks": 0,
   },
   "dispatch": {"silent": False},
   "mesh": {
@@ -131,6 +133,7 @@ _SINCE = {
 # Sections that later versions added, with the values that describe what earlier runs did.
 _SECTIONS = {
   "augment": dataclasses.asdict(AugmentConfig()),
+  "multitask": dataclasses.asdict(MultitaskConfig()),
   "lora": dataclasses.asdict(LoraConfig()),
 }
 

@@ -116,7 +116,7 @@ def test_the_shuffle_takes_neighbours_far_apart():
   for seed in range(3):
     data = open_data(config, batch_size=16, seed=seed)
     (table,) = data._train.tables
-    rows, order = len(table), data._train_order()
+    rows, order = len(table), data.training_order()
     assert rows > 20_000
     first, second = ([order[i + p * rows] for i in range(rows)] for p in (0, 1))
     assert sorted(first) == sorted(second) == list(range(rows))

@@ -49,6 +49,7 @@ EXAMPLES = (
   scmoe.ModelConfig().vision,
   StageConfig(vocab_size=10),
   RunConfig().augment,
+  RunConfig().multitask,
   RunConfig().lora,
   TrainConfig(),
   OptimizerConfig(),

@@ -64,16 +64,8 @@ class Tasks(Text):
   def sampling(self, built: Any, data: TaskData) -> None:
     """There is nothing to sample: a sample has one gate a layer (scmoe.generate --task)."""
 
-  def result(self, data: TaskData, workdir: Any) -> str:
-    """See `Modality.result`; the commands name a task."""
-    return (
-      super()
-      .result(data, workdir)
-      .replace(
-        f"scmoe.generate --workdir {workdir}",
-        f"scmoe.generate --workdir {workdir} --task {data.domains[0]}",
-      )
-    )
+  def _which(self, data: Any) -> str:
+    return f" --task {data.domains[0]}"
 
 
 class OfTask(NamedTuple):

@@ -136,9 +136,14 @@ class Text:
     asked = "--chat" if data.masked else '--prompt "def main("'
     lines += [
       f"next: python -m scmoe.evaluate --workdir {workdir}",
-      f"      python -m scmoe.generate --workdir {workdir} {asked}",
+      f"      python -m scmoe.generate --workdir {workdir}{self._which(data)} {asked}",
     ]
     return "\n".join(lines)
+
+  def _which(self, data: Any) -> str:
+    """The flag of scmoe.generate that chooses one of several tasks; empty without tasks."""
+    del data
+    return ""
 
 
 def _sample(data: Data, workdir: Path) -> str:

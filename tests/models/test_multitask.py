@@ -182,6 +182,6 @@ def test_a_batch_without_tasks_is_refused():
   gates = make_gates(8, 4, BALANCED, init_std=0.5, rngs=nnx.Rngs(params=1))
   with pytest.raises(ConfigError, match="2 rows, into which 5 tokens cannot be divided"):
     chosen_gate(gates, jnp.zeros(2, jnp.int32))(jnp.zeros((5, 8)))
+  turns = dataclasses.replace(BALANCED, compat=dataclasses.replace(BALANCED.compat, gates=2))
   with pytest.raises(ConfigError, match=r"router.compat.gates=2 take turns, got router.tasks=3"):
-    options = dataclasses.replace(BALANCED.compat, gates=2)
-    dataclasses.replace(BALANCED, compat=options).check()
+    turns.check()

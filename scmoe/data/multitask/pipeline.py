@@ -126,8 +126,8 @@ class TaskData:
   def row(self, task: int, rows: Sequence[Row]) -> Row:
     """One row of a batch, from the task's sequences; padding follows if there are too few."""
     length, domain = self.config.seq_len, np.int32(max(task, 0))
-    found = {name: np.zeros(length, np.int32) for name in Batch.__dataclass_fields__}
-    found["weights"] = np.zeros(length, np.float32)
+    kind_of = lambda name: np.float32 if name == "weights" else np.int32
+    found = {name: np.zeros(length, kind_of(name)) for name in Batch.__dataclass_fields__}
     begin = segments = 0
     for own in rows:
       end = begin + len(own["inputs"])
@@ -227,7 +227,7 @@ class TaskIterator:
       DataError: `state` did not come from `state()` of as many tasks.
     """
     whole = lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0
-    visited = state.get("visited") if isinstance(state, dict) else None
+    visited: Any = state.get("visited") if isinstance(state, dict) else None
     fits = isinstance(visited, list) and len(visited) == len(self._data.tasks)
     if not fits or not all(map(whole, [*visited, state.get("next_index"), state.get("into")])):
       raise DataError(

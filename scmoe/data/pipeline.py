@@ -334,9 +334,15 @@ class TrainIterator:
 
 
 class Validation:
-  """A finite, repeatable sequence of validation batches."""
+  """A finite, repeatable sequence of validation batches.
 
-  def __init__(self, data: Data, keys: np.ndarray, max_batches: int | None):
+  Args:
+    data: gives sizes and rows.
+    keys: of all rows, in order.
+    max_batches: limit on the number of batches; None: all rows.
+  """
+
+  def __init__(self, data: Any, keys: Any, max_batches: int | None):
     self._data, self._keys = data, keys
     batches = -(-len(keys) // data.batch_size)
     self._batches = batches if max_batches is None else min(batches, max_batches)

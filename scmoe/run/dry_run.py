@@ -312,6 +312,7 @@ def report(result: DryRun) -> str:
     + ", ".join(f"{k} {v / f.forward:.0%}" for k, v in dataclasses.asdict(f).items() if v),
     f"tokens       {tokens:,} per step ({micro} x {run.train.batch_size} "
     f"{modality_of(run).noun}s of {run.data.seq_len}), {number(tokens * steps)} in {steps:,} steps",
+    *([f"plan         {run.plan().words()}"] if run.multitask.names else []),
     *_memory_lines(result),
     *traffic.lines(result.traffic, run.mesh),
     "",

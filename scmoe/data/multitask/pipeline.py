@@ -18,7 +18,7 @@ from scmoe.base.batch import Batch
 from scmoe.base.errors import DataError
 from scmoe.data.multitask.config import Task
 from scmoe.data.multitask.plan import EMPTY, Plan
-from scmoe.data.pipeline import Data, Row, shuffled
+from scmoe.data.pipeline import Data, Row, Validation, shuffled
 
 _MOST_ROWS = 1 << 53  # grain divides a dataset's length in float64
 
@@ -213,7 +213,8 @@ class TaskIterator:
   def state(self) -> dict[str, Any]:
     """The position after the last batch, as values for JSON; store `Data.fingerprint` beside it.
 
-    `visited` has the rows of each task up to the last whole step, `into` the microbatches since.
+    `visited` has the rows of each task up to the last whole step, `into` the microbatches since. A
+    position inside a step is one of this plan only; a run saves between steps.
     """
     data, microbatches = self._data, len(self._data.layout_AB)
     steps, into = divmod(self._next - self._first, microbatches)
@@ -282,25 +283,9 @@ class _Places:
     return data.row(task, [data.parts[task].training_row(key) for key in keys])
 
 
-class TaskValidation:
-  """A finite, repeatable sequence of validation batches of tasks."""
-
-  def __init__(self, data: TaskData, rows: list[tuple[int, list[int]]], max_batches: int | None):
-    self._data, self._rows = data, rows
-    batches = -(-len(rows) // data.batch_size)
-    self._batches = batches if max_batches is None else min(batches, max_batches)
-
-  def __len__(self) -> int:
-    return self._batches
-
-  def __iter__(self) -> Iterator[Batch]:
-    data = self._data
-    share = data.batch_size // data.process_count
-    for batch in range(self._batches):
-      start = batch * data.batch_size + data.process_index * share
-      rows = [self._read(i) for i in range(start, start + share)]
-      yield Batch(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
+class TaskValidation(Validation):
+  """A finite, repeatable sequence of validation batches of tasks; its keys are (task, keys)."""
 
   def _read(self, i: int) -> Row:
-    task, keys = self._rows[i] if i < len(self._rows) else (EMPTY, [])
+    task, keys = self._keys[i] if i < len(self._keys) else (EMPTY, [])
     return self._data.row(task, [self._data.parts[task].validation_row(key) for key in keys])

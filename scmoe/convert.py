@@ -129,7 +129,7 @@ def main(argv: list[str]) -> None:
   if values["from"] and values["task"]:
     raise ConfigError("--task goes with --to and --inference, which write the model of one task")
   if values["from"]:
-    options = {"mesh": values["mesh"], "upcycle": values["upcycle"]}
+    options: dict[str, Any] = {"mesh": values["mesh"], "upcycle": values["upcycle"]}
     if is_run(source := expanded(values["from"], "--from")):
       return print(upcycle_run(source, workdir, step=step, ema=values["ema"], **options))
     if values["ema"] or step is not None:
@@ -155,7 +155,7 @@ def _rearranged(values: Mapping[str, Any], workdir: Path, step: int | None) -> s
   flag = "place" if values["place"] else "prune"
   if not values["from"]:
     raise ConfigError(f"--{flag} reads a run and makes another one: give --from RUN, --workdir NEW")
-  if lost := next((n for n in ("to", "inference", "dtype", "upcycle") if values[n]), None):
+  if lost := next((n for n in ("to", "inference", "dtype", "upcycle", "task") if values[n]), None):
     raise ConfigError(f"--{lost} has no effect with --{flag}; leave it out")
   if values["start"] and flag == "place":
     raise ConfigError("--start goes with --prune; leave it out")

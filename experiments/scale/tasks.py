@@ -13,8 +13,8 @@ differ in the plan (docs/multitask.md), and so in the places for rows that devic
 
 Printed are the time of a step, rows per second, and the memory of the compiled step on a device.
 SE-MoE (arXiv 2205.10034) has four tasks with batches of 512, 256, 128 and 128, the default here.
-On simulated devices all devices share the host's cores: the time of a step is that of all their
-work together, as on GPUs where each does equally much.
+Simulated devices share the host's cores, so there the time of a step is that of all devices' work
+together, padding included; on GPUs it is that of one device, and all have equally much work.
 """
 
 from __future__ import annotations

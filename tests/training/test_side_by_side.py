@@ -42,7 +42,7 @@ def run_of(config: str, seed: int = 0, **train_fields) -> RunConfig:
 def same_rows(a, b):
   """The lines of metrics.jsonl, but for times; per-layer numbers have four digits there."""
   found, wanted = metrics_by_kind(a), metrics_by_kind(b)
-  assert list(found) == list(wanted) == ["train", "eval", "end"]
+  assert list(found) == list(wanted) == ["start", "train", "eval", "end"]
   for kind in ("train", "eval"):
     assert len(found[kind]) == len(wanted[kind])
     for one, other in zip(found[kind], wanted[kind]):

@@ -65,6 +65,7 @@ from scmoe.run.command_line import (
 )
 from scmoe.run.config import RunConfig
 from scmoe.run.controls import exchanges_alone, without_exchanges
+from scmoe.run.modelled import modelled_times
 from scmoe.run.names import check_workdir
 from scmoe.run.start import set_up_jax
 from scmoe.training.compiled import PROGRAMS, kept_programs
@@ -426,7 +427,7 @@ def _arm_report(
     figures["exchanges"] = paid.as_json()
   bars: dict[str, dict[str, list[Bar]]] = {}
   run = arm.built.varied(arm.variant)
-  times = build.modelled_times(run, modelled_on)
+  times = modelled_times(run, modelled_on)
   if times is not None:
     model = run.model
     rule, chunks = model.wiring_rule, run.dispatch.chunks

@@ -27,8 +27,11 @@ from scmoe.models.flops import count_parameters
 from scmoe.run import build
 from scmoe.run.adapters import BuiltAdapters, build_training, restore_weights
 from scmoe.run.base import arrays_given, header_line, router_of_base, with_base
+from scmoe.run.cluster import CLUSTER_FLAGS, Cluster
 from scmoe.run.command_line import (
+  HELP,
   TRAIN_FLAGS,
+  VERSION,
   at_least,
   default_workdir,
   help_text,
@@ -38,7 +41,8 @@ from scmoe.run.command_line import (
   simulate,
 )
 from scmoe.run.config import RunConfig, imports_of, to_dict, to_json
-from scmoe.run.dry_run import dry_run, planned_devices, report
+from scmoe.run.dry_run import dry_run, planned_devices
+from scmoe.run.dry_run_text import report
 from scmoe.run.modality import modality_of
 from scmoe.run.names import check_run_name, check_workdir
 from scmoe.run.opened import open_run
@@ -53,15 +57,19 @@ from scmoe.training.restore import FOLDER, list_steps, with_newest
 from scmoe.training.side_by_side import train_side_by_side
 from scmoe.training.step import TrainState
 
+_LAST = (VERSION, HELP)
+FLAGS = (*(flag for flag in TRAIN_FLAGS if flag not in _LAST), *CLUSTER_FLAGS, *_LAST)
+
 
 def main(argv: list[str]) -> None:
   """Runs the command line: trains, or prints a configuration, a dry run or a list."""
-  values, given = parse(argv, TRAIN_FLAGS, with_fields=True)
+  values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
-    return print(help_text(__doc__ or "", TRAIN_FLAGS, values["help"], with_fields=True))
+    return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
   if values["list_configs"]:
     return print(list_configs())
   at_least(values, 0, "restarts")
+  cluster = Cluster.of_flags(values["host_devices"], values["network"])
   if values["restarts"] > 0:
     folder = check_workdir(default_workdir(values, run_config(values, given)))
     progress = lambda: max(list_steps(folder / FOLDER), default=0)
@@ -76,7 +84,7 @@ def main(argv: list[str]) -> None:
     planned = run.resolve(num_devices=planned_devices(run), vocab_size=vocabulary)
     if values["print_config"]:
       return print(to_json(dataclasses.replace(planned, mesh=run.mesh)), end="")
-    return print(report(dry_run(planned)))
+    return print(report(dry_run(planned), cluster))
   others = beside(run, values["beside"])
   with optional():
     if others:

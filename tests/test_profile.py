@@ -15,10 +15,10 @@ from scmoe.blocks.timeline import best_slot, split_window
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.models.config import ModelConfig
 from scmoe.parallel.mesh import MeshConfig
-from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.fields import with_field
+from scmoe.run.modelled import modelled_times
 from scmoe.training import fastest
 from scmoe.training.variants import Variant
 
@@ -47,15 +47,15 @@ def test_the_modelled_schedule_of_a_large_model():
     train=dataclasses.replace(run.train, batch_size=16),
     model=model.resolve(),
   )
-  times = build.modelled_times(run, "h200-slow")
+  times = modelled_times(run, "h200-slow")
   dense = joined(name for name, _ in times.dense)
   assert dense == ["mlp 0", "attention 1", "shared expert"]
   assert times.dispatch > 0
   assert best_slot(times) in ("mlp 0", "attention 1: projections", "attention 1")
-  fast = build.modelled_times(run, "h200-nvlink")
+  fast = modelled_times(run, "h200-nvlink")
   assert fast.dispatch < times.dispatch / 5
   without = dataclasses.replace(run, model=dataclasses.replace(model, wiring="dense"))
-  assert build.modelled_times(without, "h200-slow") is None
+  assert modelled_times(without, "h200-slow") is None
 
 
 def test_unknown_wiring(tmp_path):

@@ -19,20 +19,19 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
-from scmoe.blocks.timeline import Times, chunk_slots, unit_times
+from scmoe.blocks.timeline import chunk_slots
 from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
-from scmoe.layers.mlp import is_gated
 from scmoe.models.distillation import Distillation
-from scmoe.models.flops import forward_flops, head_widths, peak_flops, projection_weights
+from scmoe.models.flops import forward_flops, peak_flops
 from scmoe.models.objective import RoutedObjective
 from scmoe.models.preference import Preference
 from scmoe.models.stacked import leading_dimensions
 from scmoe.parallel.mesh import make_mesh, parameter_specs, shardings_of
 from scmoe.parallel.shares import Gathering, StateShares, share_dimensions
-from scmoe.profiling.roofline import Sizes, machine, model_times
 from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.modality import modality_of
+from scmoe.run.modelled import modelled_times
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 from scmoe.training.step import TrainState, abstract_state
@@ -425,40 +424,3 @@ def vocab_size(data: DataConfig) -> int:
   if data.tokenizer == "bpe":
     return data.vocab_size
   return load_json(data.tokenizer, data.eos_token).vocab_size
-
-
-def _rows_over_share(run: RunConfig, k: int) -> float:
-  """Rows that the exchange's buffers hold, relative to the k choices of every token."""
-  dispatch, factor = run.dispatch, abs(run.dispatch.capacity_factor)
-  if dispatch.transport != "capacity":
-    return dispatch.slack
-  return factor or run.model.num_experts / k  # 0: room for all tokens everywhere
-
-
-def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
-  """Modelled times of a unit's steps on `modelled_on`, in ms; None for a model without experts."""
-  model, wiring = run.model, run.model.wiring_rule
-  if not wiring.taps:
-    return None
-  tokens = run.train.batch_size * run.data.seq_len // run.mesh.token_shards
-  k = wiring.routed_per_gating(model.top_k)
-  query_width, value_width = head_widths(model)
-  sizes = Sizes(
-    tokens=tokens,
-    seq=run.data.seq_len,
-    width=model.width,
-    mlp=model.mlp_hidden,
-    expert=model.expert_hidden,
-    shared=model.shared_hidden,
-    head_width=query_width,
-    kv_width=model.num_kv_heads * model.head_dim,
-    experts=model.num_experts,
-    k=k * run.router.real_share(k, model.num_experts, model.zero_experts),
-    capacity_factor=_rows_over_share(run, k),
-    devices=run.mesh.expert,
-    matrices=3 if is_gated(model.ffn.activation) else 2,
-    inward=projection_weights(model)[0],
-    value_width=value_width,
-  )
-  found = model_times(sizes, machine(modelled_on))
-  return unit_times(wiring, model.moe_every, found.milliseconds())

@@ -7,8 +7,7 @@ arrays and an abstract mesh; nothing is compiled or allocated. FLOPs are analyti
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.sizes import number, size_of
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.layers.dot_product import fusable
 from scmoe.models.adapted import Adapted
@@ -26,12 +24,13 @@ from scmoe.models.low_rank import Adapters
 from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
 from scmoe.run import build, placement, traffic
 from scmoe.run.config import RunConfig
-from scmoe.run.estimates import DEVICES, USABLE, StepNeeds, device_table
+from scmoe.run.estimates import StepNeeds
 from scmoe.run.host_memory import Away, away
 from scmoe.run.modality import modality_of
+from scmoe.run.prediction import StepWork
 from scmoe.run.sharing import Sharing, bytes_per_device
 from scmoe.training.optimizer import make_optimizer
-from scmoe.training.step import abstract_state
+from scmoe.training.step import TrainState, abstract_state
 
 LARGER = (2, 4)  # memory is printed for microbatches of 2 and 4 times the size, too
 
@@ -51,6 +50,8 @@ class Memory:
       outside the pairs; those of the pair that computes, and their gradients; and those of the next
       pair. With `mesh.gather_again=False` those of all pairs instead of two. An estimate: XLA
       decides when it gathers.
+    copies: with `optimizer.ablation.masters=cast`, the copy of the parameters in the compute type
+      that a step makes.
     frozen: with `lora.rank`, the model that is adapted, in the compute type; parameters, gradients
       and optimizer are then those of the adapters.
     arriving: with `mesh.moments_in=host`, the most bytes of moments and lower halves that the
@@ -63,6 +64,7 @@ class Memory:
   activations: int
   exchange: int
   gathered: int = 0
+  copies: int = 0
   frozen: int = 0
   arriving: int = 0
 
@@ -79,6 +81,7 @@ class DryRun:
   Attributes:
     larger: factor -> memory with microbatches so many times larger; a factor that does not divide
       the number of microbatches is left out.
+    work: the step as the prediction of its time reads it.
     away: what a device keeps in the host's memory; None: nothing.
   """
 
@@ -88,6 +91,7 @@ class DryRun:
   memory: Memory
   traffic: traffic.Traffic
   larger: dict[int, Memory]
+  work: StepWork
   away: Away | None = None
 
   @property
@@ -110,8 +114,53 @@ class DryRun:
     )
 
 
-def dry_run(run: RunConfig) -> DryRun:
-  """Sizes, memory, traffic and FLOPs of a resolved configuration, on any mesh."""
+class _Planned(NamedTuple):
+  """A run's shapes on its mesh.
+
+  Attributes:
+    mesh: without devices.
+    graph: of the model.
+    shapes: whole parameters of the model.
+    adapters: of them, if the run trains adapters.
+    sharing: of what is trained.
+    state: the training state.
+    away: what a device keeps in the host's memory; None: nothing.
+  """
+
+  mesh: AbstractMesh
+  graph: nnx.GraphDef
+  shapes: Any
+  adapters: Adapters | None
+  sharing: Sharing
+  state: TrainState
+  away: Away | None
+
+  @property
+  def sent(self) -> traffic.Sent:
+    """Traffic of one microbatch; traced each time that it is read."""
+    run = self.sharing.run
+    if run.mesh.size == 1:
+      return traffic.Sent()
+    return traffic.sent_in(_traced_step(run, self.mesh, self.graph, self.shapes), self.mesh.shape)
+
+  @property
+  def memory(self) -> Memory:
+    """What the state takes, without activations and buffers."""
+    run, sharing = self.sharing.run, self.sharing
+    return Memory(
+      parameters=bytes_per_device(self.state.params),
+      gradients=sharing.gradient_bytes,
+      optimizer=bytes_per_device((self.state.opt_state, self.state.average)),
+      activations=0,
+      exchange=0,
+      gathered=sharing.gathered_bytes,
+      copies=0 if _in_halves(run) else sharing.copied_bytes,
+      frozen=sharing.bytes_read(self.shapes) if self.adapters else 0,
+      arriving=0 if self.away is None else self.away.on_device,
+    )
+
+
+def _planned(run: RunConfig) -> _Planned:
   mesh = abstract_mesh(run)
   graph, shapes = build.build_model(run, mesh)
   adapters = Adapters(run.lora, shapes) if run.lora.rank else None
@@ -122,29 +171,57 @@ def dry_run(run: RunConfig) -> DryRun:
   )
   of_model = lambda key: nnx.to_pure_dict(nnx.state(build.make_model(run, key)))
   init = lambda key: (adapters.init(key) if adapters else of_model(key), {})
-  halves = sharing.cast if run.optimizer.ablation.masters != "cast" else None
+  halves = sharing.cast if _in_halves(run) else None
   placed = shardings_of(trained), {}
   state = abstract_state(init, optimizer, mesh, placed, halves)  # pyright: ignore
   outside = away(state, run.mesh.moments_ahead)
-  sent = traffic.sent_in(_traced_step(run, mesh, graph, shapes))
-  memory = Memory(
-    parameters=bytes_per_device(state.params),
-    gradients=sharing.gradient_bytes,
-    optimizer=bytes_per_device((state.opt_state, state.average)),
-    activations=_activation_bytes(run),
-    exchange=4 * sent.largest,
-    gathered=sharing.gathered_bytes,
-    frozen=sharing.bytes_read(shapes) if adapters else 0,
-    arriving=0 if outside is None else outside.on_device,
+  return _Planned(mesh, graph, shapes, adapters, sharing, state, outside)
+
+
+def _in_halves(run: RunConfig) -> bool:
+  """Whether GPUs store float32 parameters as two halves; see `OptimizerAblation.masters`."""
+  return run.optimizer.ablation.masters != "cast"
+
+
+def dry_run(run: RunConfig) -> DryRun:
+  """Sizes, memory, traffic and FLOPs of a resolved configuration, on any mesh."""
+  plan = _planned(run)
+  sent = plan.sent
+  memory = dataclasses.replace(
+    plan.memory, activations=_activation_bytes(run), exchange=4 * sent.largest
   )
   return DryRun(
     run,
-    count_parameters(run.model, shapes, real_share(run)),
+    count_parameters(run.model, plan.shapes, real_share(run)),
     forward_flops(run.model, run.data.seq_len, real_share(run)),
     memory,
-    traffic.of_step(run, sent, sharing),
+    traffic.of_step(run, sent, plan.sharing),
     _larger(run, memory),
-    outside,
+    _work(plan, sent),
+    plan.away,
+  )
+
+
+def step_work(run: RunConfig) -> StepWork:
+  """What a step of a resolved run computes, sends and keeps: all that its predicted time needs."""
+  plan = _planned(run)
+  return _work(plan, plan.sent)
+
+
+def state_memory(run: RunConfig) -> Memory:
+  """Memory of a resolved run without activations and buffers; nothing is traced but shapes."""
+  return _planned(run).memory
+
+
+def _work(plan: _Planned, sent: traffic.Sent) -> StepWork:
+  return StepWork(
+    run=plan.sharing.run,
+    mesh=plan.mesh.shape,
+    traffic=traffic.of_step(plan.sharing.run, sent, plan.sharing),
+    gradients=plan.sharing.gradient_parts,
+    state=bytes_per_device((plan.state.params, plan.state.opt_state)),
+    totals=plan.sharing.gradient_bytes,
+    copies=None if plan.away is None else plan.away.seconds,
   )
 
 
@@ -158,30 +235,6 @@ def _larger(run: RunConfig, memory: Memory) -> dict[int, Memory]:
       exchange = times * memory.exchange
       found[times] = dataclasses.replace(memory, activations=activations, exchange=exchange)
   return found
-
-
-def smallest_data(run: RunConfig, limits: Sequence[float]) -> list[tuple[int, int] | None]:
-  """The fewest data ranks with which a step fits if they share all state, and bytes per device.
-
-  Each rank has as many rows as in `run`. The first number of ranks that is tried is the run's own,
-  at least 2; its bytes are those of `dry_run`. Then the number is doubled again and again, which
-  halves the bytes of parameters, gradients and moments.
-
-  Args:
-    run: resolved.
-    limits: bytes of a device; the result has an entry for each, None where 1,024 times as many
-      ranks are too few.
-  """
-  first = max(run.mesh.data, 2)
-  mesh = dataclasses.replace(run.mesh, data=first, shard_state="parameters")
-  rows = run.train.batch_size // run.mesh.batch_shards * mesh.batch_shards
-  tokens = run.train.tokens_per_step
-  tokens = tokens if tokens % (rows * run.data.seq_len) == 0 else 0
-  train = dataclasses.replace(run.train, batch_size=rows, tokens_per_step=tokens)
-  memory = dry_run(dataclasses.replace(run, mesh=mesh, train=train)).memory
-  state = memory.parameters + memory.gradients + memory.optimizer
-  needs = [(first * 2**i, memory.total - state + state // 2**i) for i in range(11)]
-  return [next((need for need in needs if need[1] <= limit), None) for limit in limits]
 
 
 def real_share(run: RunConfig) -> float:
@@ -255,6 +308,8 @@ def _saved_bytes(run: RunConfig) -> int:
     adapters = Adapters(run.lora, shapes)
     objective = Adapted(objective, adapters, run.model.dtype)
     shapes, base = jax.eval_shape(objective.cast, (adapters.shapes, shapes))
+  else:  # parameters in the types in which the model reads them are no activations
+    shapes = jax.eval_shape(objective.cast, shapes)
 
   def backward(params: Any, base: Any, batch: Any) -> Any:
     own = objective if base is None else objective.taught({"base": {"params": base}})
@@ -293,132 +348,3 @@ def matched_baselines(run: RunConfig) -> dict[str, tuple[Parameters, Flops] | st
     except ConfigError as error:
       found[word] = str(error)
   return found
-
-
-# --- what is printed ------------------------------------------------------------------------------
-
-
-def report(result: DryRun) -> str:
-  """The text that `--dry_run` prints."""
-  run, p, f = result.run, result.parameters, result.flops
-  tokens, steps = result.tokens_per_step, run.train.steps
-  micro = run.train.microbatches(run.data.seq_len)
-  lines = [
-    f"dry run of {run.name}: nothing is allocated or written",
-    "",
-    *model_lines(run, p, f),
-    f"FLOPs        {number(f.training * tokens)} per step, {number(f.training * tokens * steps)} "
-    f"in all; forward by kind: "
-    + ", ".join(f"{k} {v / f.forward:.0%}" for k, v in dataclasses.asdict(f).items() if v),
-    f"tokens       {tokens:,} per step ({micro} x {run.train.batch_size} "
-    f"{modality_of(run).noun}s of {run.data.seq_len}), {number(tokens * steps)} in {steps:,} steps",
-    *([f"plan         {run.plan().words()}"] if run.multitask.names else []),
-    *_memory_lines(result),
-    *traffic.lines(result.traffic, run.mesh),
-    "",
-    *device_table(result.step_needs, steps),
-    *_sharing_lines(result),
-    "",
-    *_baseline_lines(result),
-  ]
-  return "\n".join(lines)
-
-
-def model_lines(run: RunConfig, p: Parameters, f: Flops) -> list[str]:
-  """Model, parameters and FLOPs per token: the first lines of a run's header."""
-  m, rule = run.model, run.model.wiring_rule
-  kind, experts = m.architecture if m.reads_images else m.style, "no experts"
-  if rule.taps:
-    beside = " + shared expert" if rule.shared_expert else ""
-    visited = rule.routed_per_token(m.top_k)
-    zero = f" ({m.zero_experts} more return their input)" if m.zero_experts else ""
-    dense = f" but {len(m.dense_indices)}" if m.dense_indices else ""
-    experts = (
-      f"{visited} of {m.num_experts} experts{zero}{beside} in every {_nth(m.moe_every)}block{dense}"
-    )
-  routed = f", routed {number(p.routed)} ({number(p.routed_active)} active)" if p.routed else ""
-  shared = f", shared {number(p.shared)}" if p.shared else ""
-  return [
-    f"model        {kind}, {m.wiring}: {m.num_layers} blocks, width {m.width}, {experts}, "
-    f"{m.dtype}",
-    f"parameters   {number(p.total)} in all, {number(p.active)} active per token: embedding "
-    f"{number(p.embedding)}, dense {number(p.dense)}{shared}{routed}",
-    f"per token    {number(f.forward)} FLOPs forward, {number(f.training)} in training",
-  ]
-
-
-def _nth(n: int) -> str:
-  return {1: "", 2: "2nd ", 3: "3rd "}.get(n, f"{n}th ")
-
-
-def _memory_lines(result: DryRun) -> list[str]:
-  mesh, memory = result.run.mesh, result.memory
-  lines = [
-    f"mesh         {mesh.words} = {mesh.size} device{'s' if mesh.size > 1 else ''}"
-    f"{traffic.shared_words(mesh)}",
-    "",
-    "memory on each device",
-  ]
-  names = {"activations": f"activations (estimate, remat {result.run.train.remat})"}
-  names["exchange"] = "all-to-all buffers"
-  names["gathered"] = "gathered parameters (estimate)"
-  names["frozen"] = "frozen parameters"
-  names["arriving"] = "moments of layers under way"
-  for kind, size in dataclasses.asdict(memory).items():
-    if kind in ("gathered", "frozen", "arriving") and not size:
-      continue
-    lines.append(f"  {names.get(kind, kind):36} {size_of(size):>12}")
-  lines.append(f"  {'total':36} {size_of(memory.total):>12}")
-  for times, larger in result.larger.items():  # with fewer microbatches fewer gradients are added
-    name = f"total with train.batch_size={times * result.run.train.batch_size}"
-    lines.append(f"  {name:36} {size_of(larger.total):>12}")
-  if result.away is not None:
-    name = "in the host's memory, per device"
-    lines.append(f"  {name:36} {size_of(result.away.total):>12}")
-    lines.append(f"  {'more there during a save':36} {size_of(result.away.saving):>12}")
-  return lines
-
-
-def _sharing_lines(result: DryRun) -> list[str]:
-  """Names the smallest `mesh.data` with which the step fits on GPUs where it now does not.
-
-  There data ranks share all state. No line if the step fits everywhere, or trains adapters.
-  """
-  if result.run.lora.rank:
-    return []  # adapters have no shares
-  limits = {device.name: USABLE * device.memory for device in DEVICES}
-  over = {name: limit for name, limit in limits.items() if result.memory.total > limit}
-  if not over:
-    return []
-  found = zip(over, smallest_data(result.run, list(over.values())))
-  fits = [f"{name} from mesh.data={need[0]} ({size_of(need[1])})" for name, need in found if need]
-  if not fits:
-    return ["  mesh.shard_state=parameters does not make it fit on any of the others"]
-  return [f"  with mesh.shard_state=parameters it fits on {', '.join(fits)}"]
-
-
-def _baseline_lines(result: DryRun) -> list[str]:
-  lines = ["matched baselines: the same configuration with another model.wiring"]
-  lines.append(
-    f"    {'wiring':14} {'total':>9} {'active':>9} {'FLOPs/token':>12}  experts per token"
-  )
-  top_k = result.run.model.top_k
-  for word, counts in matched_baselines(result.run).items():
-    mark = ">" if word == result.run.model.wiring else " "
-    if isinstance(counts, str):
-      lines.append(f"  {mark} {word:14} cannot be built: {counts}")
-      continue
-    p, f = counts
-    rule = WIRINGS[word]
-    experts = f"{rule.routed_per_token(top_k)} routed" if rule.taps else "a dense MLP instead"
-    experts += " + shared" if rule.shared_expert else ""
-    experts += f", {rule.units_per_moe} MoE blocks share them" if rule.units_per_moe > 1 else ""
-    lines.append(
-      f"  {mark} {word:14} {number(p.total):>9} {number(p.active):>9} {number(f.training):>12}"
-      f"  {experts}"
-    )
-  lines.append(
-    "  Same routed experts everywhere. A shared expert adds an MLP (and a mixing coefficient) to "
-    "each MoE block;\n  active parameters and FLOPs follow the experts that a token visits."
-  )
-  return lines

@@ -17,6 +17,8 @@ from scmoe.models.flops import peak_flops
 MFU = 0.40  # assumed share of the peak; one H200 reached 0.43 to 0.46 (configs/olmoe.py)
 LINK_SHARE = 0.43  # measured: 193 of 450 GB/s in an all-to-all of 4 H200s of one host
 USABLE = 0.92  # share of the memory that a program gets; CUDA, NCCL and XLA take the rest
+PRODUCTS = 0.71  # measured: 700 of 989 TFLOP/s in large products on one H200
+MEMORY_SHARE = 0.83  # measured: 4.0 of 4.8 TB/s on one H200
 BUS_SHARE = 0.81  # measured: 52 of 64 GB/s from pinned memory to one H200
 HOST_DEVICES = 8  # GPUs of one host that NVLink joins
 
@@ -31,6 +33,7 @@ class Device:
     host_link: bytes/s that leave it for another device of its host (NVLink, or PCIe for an L4).
     network: bytes/s that leave it for another host, with one network port per GPU.
     bus: bytes/s between it and the host's memory, each way (PCIe x16).
+    memory_rate: bytes/s of its own memory.
   """
 
   name: str
@@ -38,15 +41,16 @@ class Device:
   host_link: float
   network: float
   bus: float
+  memory_rate: float
 
 
 # From the makers' data sheets.
 DEVICES = (
-  Device("B200", 180e9, 900e9, 50e9, 64e9),
-  Device("H200", 141e9, 450e9, 50e9, 64e9),
-  Device("H100", 80e9, 450e9, 50e9, 64e9),
-  Device("A100", 80e9, 300e9, 25e9, 32e9),
-  Device("L4", 24e9, 32e9, 12.5e9, 32e9),
+  Device("B200", 180e9, 900e9, 50e9, 64e9, 8.0e12),
+  Device("H200", 141e9, 450e9, 50e9, 64e9, 4.8e12),
+  Device("H100", 80e9, 450e9, 50e9, 64e9, 3.35e12),
+  Device("A100", 80e9, 300e9, 25e9, 32e9, 2.04e12),
+  Device("L4", 24e9, 32e9, 12.5e9, 32e9, 0.3e12),
 )
 
 

@@ -75,25 +75,51 @@ class Sharing:
     return beside + PAIRS_AT_WORK * pairs // self.run.model.num_pairs
 
   @property
+  def copied_bytes(self) -> int:
+    """Bytes on each device of a step's copy of the parameters that the model reads in other types.
+
+    Where ranks share parameters, each copies its shares.
+    """
+    ranks = self.run.mesh.data if self.shares is not None and self.shares.parameters else 1
+    typed = jax.tree.leaves(jax.eval_shape(self.cast, self.shapes))
+    return sum(
+      bytes_per_device(leaf.update(dtype=read.dtype)) // (1 if d == WHOLE else ranks)
+      for (leaf, d), read in zip(self._leaves, typed)
+      if read.dtype != leaf.dtype
+    )
+
+  @property
   def gradient_traffic(self) -> int:
-    """Bytes of gradients that leave a device in a step, in float32.
+    """Bytes of gradients that leave a device in a step, in `overlap.gradient_dtype`."""
+    return round(sum(self.gradient_parts.values()))
+
+  @functools.cached_property
+  def gradient_parts(self) -> dict[tuple[str, ...], float]:
+    """The same by the mesh axes over which they are added.
 
     A ring moves (n - 1)/n of an array in a reduce-scatter over n devices, twice as much in a sum.
     Where ranks share parameters, the reduce-scatter is made once a microbatch. All other sums are
     made once a step.
     """
     times = self._microbatches if self.shares and self.shares.parameters else 1
-    leaving = 0.0
+    parts: dict[tuple[str, ...], float] = {}
+
+    def add(axes: tuple[str, ...], leaving: float) -> None:
+      if leaving:
+        parts[axes] = parts.get(axes, 0.0) + leaving
+
+    share = jnp.dtype(self.run.overlap.gradient_dtype).itemsize / 4  # of float32
     for leaf, dimension in self._leaves:
       axes = set(TOKEN_AXES) - set(axes_of(leaf.sharding.spec))
-      size, shape = bytes_per_device(leaf), leaf.sharding.mesh.shape
+      size, shape = share * bytes_per_device(leaf), leaf.sharding.mesh.shape
       if dimension != WHOLE:
         ranks = shape[AXIS]
-        leaving += times * (ranks - 1) / ranks * size
+        add((AXIS,), times * (ranks - 1) / ranks * size)
         size, axes = size / ranks, axes - {AXIS}
+      axes = tuple(axis for axis in shape if axis in axes)
       copies = math.prod(shape[axis] for axis in axes)
-      leaving += 2 * (copies - 1) / copies * size
-    return round(leaving)
+      add(axes, 2 * (copies - 1) / copies * size)
+    return parts
 
   @property
   def parameter_traffic(self) -> int:

@@ -15,8 +15,10 @@ from scmoe.models.config import ModelConfig
 from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.run import build
 from scmoe.run.config import RunConfig
-from scmoe.run.dry_run import dry_run, model_lines, smallest_data
+from scmoe.run.dry_run import dry_run
+from scmoe.run.dry_run_text import model_lines
 from scmoe.run.host_memory import away, check_host_memory, host_memory
+from scmoe.run.nearest import changed_fields, on_as_many_devices, smallest_data
 from scmoe.run.sharing import bytes_per_device
 
 MANY_PASSES = 20  # passes over a text after which a small model has memorised it
@@ -204,14 +206,18 @@ def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
 
 
 def _nearest_mesh(run: RunConfig, limit: int | None) -> str:
-  """Suggests the fewest data ranks with which a step fits if they share the state.
+  """Suggests the nearest mesh that holds the state.
 
+  It has as many devices, or else the fewest data ranks that share all state with which a step fits.
   "" if 1,024 times as many are too few, on a CPU, with adapters, or if `limit` is unknown.
   """
   if limit is None or jax.default_backend() == "cpu":  # simulated devices share one memory
     return ""
   if run.lora.rank:  # adapters have no shares
     return ""
+  (near,) = on_as_many_devices(run, dry_run(run).memory, [limit])
+  if near is not None:
+    return f"{changed_fields(run.mesh, near[0])} would fit ({size_of(near[1])})"
   (need,) = smallest_data(run, [limit])
   if need is None:
     return ""

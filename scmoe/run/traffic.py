@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from scmoe.base.sizes import size_of
@@ -25,6 +26,8 @@ class Traffic:
     parameters: all-gathers of parameters that data ranks share.
     sequence: queries, keys, values, results and their gradients, sent to the devices that have
       other tokens of the same rows (`mesh.sequence`).
+    tensor: sums over the devices that divide hidden widths, heads and vocabulary (`mesh.tensor`),
+      as ring all-reduces, and gathers from them.
   """
 
   exchanges: int
@@ -32,6 +35,7 @@ class Traffic:
   gradients: int
   parameters: int = 0
   sequence: int = 0
+  tensor: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,37 +48,50 @@ class Sent:
       into W parts, of which one stays on the device.
     sequence: bytes that leave the device for those with other tokens of the same rows.
     largest: bytes of the largest buffer of an exchange of rows.
+    tensor: bytes that leave the device for those of its group on the tensor axis.
   """
 
-  exchanges: int
-  all_to_all: int
-  sequence: int
-  largest: int
+  exchanges: int = 0
+  all_to_all: int = 0
+  sequence: int = 0
+  largest: int = 0
+  tensor: int = 0
 
 
-def sent_in(jaxpr: Any) -> Sent:
-  """Adds up the bytes that all-to-alls, and permutations of a ring, send in a jaxpr.
+def sent_in(jaxpr: Any, mesh: Mapping[str, int]) -> Sent:
+  """Adds up the bytes that leave a device in a jaxpr: all-to-alls, rings, sums over `tensor`.
 
   A `while` loop counts nothing: it holds the dropless transport's overflow rounds, and balanced
-  routing needs none.
+  routing needs none. Sums over other axes are those of gradients (`Sharing`) and a few numbers.
+
+  Args:
+    jaxpr: loss and gradients of one microbatch, as one device computes them.
+    mesh: axis -> its size.
   """
-  exchanges = all_to_all = sequence = largest = 0
-  for equation, times in collectives(jaxpr, ("all_to_all", "ppermute")):
+  exchanges = all_to_all = sequence = largest = tensor = 0
+  width = mesh["tensor"]
+  for equation, times in collectives(jaxpr, ("all_to_all", "ppermute", "psum", "all_gather")):
     buffer, params = equation.invars[0].aval, equation.params
-    size = buffer.size * buffer.dtype.itemsize
-    if equation.primitive.name == "ppermute":
-      sequence += times * sum(v.aval.size * v.aval.dtype.itemsize for v in equation.invars)
+    size = sum(v.aval.size * v.aval.dtype.itemsize for v in equation.invars)
+    name = equation.primitive.name
+    if name in ("psum", "all_gather"):
+      axes = params["axes" if name == "psum" else "axis_name"]
+      if axes in ("tensor", ("tensor",)):
+        share = 2 * (width - 1) / width if name == "psum" else width - 1
+        tensor += round(times * share * size)
+    elif name == "ppermute":
+      sequence += times * size
     elif HEADS in params["axis_name"]:
-      width = (
+      parts = (
         buffer.shape[params["split_axis"]] // equation.outvars[0].aval.shape[params["split_axis"]]
       )
-      sequence += times * size * (width - 1) // width
+      sequence += times * size * (parts - 1) // parts
     else:
       parties = buffer.shape[params["split_axis"]]
       exchanges += times
       all_to_all += times * size * (parties - 1) // parties
       largest = max(largest, size)
-  return Sent(exchanges, all_to_all, sequence, largest)
+  return Sent(exchanges, all_to_all, sequence, largest, tensor)
 
 
 def of_step(run: RunConfig, sent: Sent, sharing: Sharing) -> Traffic:
@@ -92,12 +109,13 @@ def of_step(run: RunConfig, sent: Sent, sharing: Sharing) -> Traffic:
     gradients=sharing.gradient_traffic,
     parameters=sharing.parameter_traffic,
     sequence=microbatches * sent.sequence,
+    tensor=microbatches * sent.tensor,
   )
 
 
 def lines(traffic: Traffic, mesh: MeshConfig) -> list[str]:
   """The lines that `--dry_run` prints about traffic."""
-  if not traffic.exchanges and not traffic.gradients:
+  if mesh.size == 1:
     return ["", "traffic      none: one device"]
   how = "reduce-scatter" if shared_words(mesh) else "ring all-reduce"
   found = [
@@ -111,6 +129,8 @@ def lines(traffic: Traffic, mesh: MeshConfig) -> list[str]:
   if traffic.sequence:
     name = f"attention ({mesh.sequence_attention})"
     found.append(f"  {name:36} {size_of(traffic.sequence):>12}")
+  if traffic.tensor:
+    found.append(f"  {'tensor axis (sums and gathers)':36} {size_of(traffic.tensor):>12}")
   return found
 
 

@@ -1,0 +1,84 @@
+"""Meshes that hold a state which the run's own mesh does not hold, the nearest first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from scmoe.base.errors import ConfigError
+from scmoe.parallel.mesh import MeshConfig
+from scmoe.run.config import RunConfig
+from scmoe.run.dry_run import Memory, dry_run, state_memory
+
+MOVED = (1, 2, 4, 8)  # factors by which the data axis grows and the expert axis shrinks
+
+
+def on_as_many_devices(
+  run: RunConfig, memory: Memory, limits: Sequence[float]
+) -> list[tuple[MeshConfig, int] | None]:
+  """The nearest mesh of as many devices on which a step fits, and its bytes per device.
+
+  First data ranks share moments, then parameters too; then the data axis takes 2, 4 or 8 times as
+  many of the devices from the expert axis, so that the ranks share experts as well. Activations and
+  buffers stay those of the run, since each device has as many tokens as before.
+
+  Args:
+    run: resolved.
+    memory: of `dry_run`.
+    limits: bytes of a device; the result has an entry for each, None if no such mesh fits.
+  """
+  found: list[tuple[MeshConfig, int] | None] = [None] * len(limits)
+  for mesh in _arranged(run.mesh):
+    if None not in found:
+      break
+    try:
+      state = state_memory(dataclasses.replace(run, mesh=mesh))
+    except ConfigError:
+      continue  # the experts cannot be divided so
+    needed = state.total + memory.activations + memory.exchange
+    for i, limit in enumerate(limits):
+      if found[i] is None and needed <= limit:
+        found[i] = mesh, needed
+  return found
+
+
+def _arranged(mesh: MeshConfig) -> Iterator[MeshConfig]:
+  for times in MOVED:
+    data = mesh.data * times
+    if mesh.expert % times or data == 1:
+      continue
+    for mode in ("moments", "parameters"):
+      changed = dataclasses.replace(mesh, data=data, expert=mesh.expert // times, shard_state=mode)
+      if changed != mesh:
+        yield changed
+
+
+def changed_fields(before: MeshConfig, after: MeshConfig) -> str:
+  """The fields with which a user makes the mesh `after` from `before`."""
+  names = [field.name for field in dataclasses.fields(after)]
+  changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+  return " ".join(f"mesh.{name}={getattr(after, name)}" for name in changed)
+
+
+def smallest_data(run: RunConfig, limits: Sequence[float]) -> list[tuple[int, int] | None]:
+  """The fewest data ranks with which a step fits if they share all state, and bytes per device.
+
+  Each rank has as many rows as in `run`. The first number of ranks that is tried is the run's own,
+  at least 2; its bytes are those of `dry_run`. Then the number is doubled again and again, which
+  halves the bytes of parameters, gradients and moments.
+
+  Args:
+    run: resolved.
+    limits: bytes of a device; the result has an entry for each, None where 1,024 times as many
+      ranks are too few.
+  """
+  first = max(run.mesh.data, 2)
+  mesh = dataclasses.replace(run.mesh, data=first, shard_state="parameters")
+  rows = run.train.batch_size // run.mesh.batch_shards * mesh.batch_shards
+  tokens = run.train.tokens_per_step
+  tokens = tokens if tokens % (rows * run.data.seq_len) == 0 else 0
+  train = dataclasses.replace(run.train, batch_size=rows, tokens_per_step=tokens)
+  memory = dry_run(dataclasses.replace(run, mesh=mesh, train=train)).memory
+  state = memory.parameters + memory.gradients + memory.optimizer
+  needs = [(first * 2**i, memory.total - state + state // 2**i) for i in range(11)]
+  return [next((need for need in needs if need[1] <= limit), None) for limit in limits]

@@ -75,7 +75,7 @@ def spread():
 
 
 def test_exchanges_take_what_their_bytes_take(spread):
-  """Where nothing computes for long, nothing is hidden: all bytes over the link, and latencies."""
+  """Endless rates of computation hide nothing: all bytes cross the link, and latencies add up."""
   found = predicted(spread, ENDLESS, Links(1e6, 1e6, 0.5, 8))
   sent = spread.traffic
   assert found.exchanges == pytest.approx(sent.all_to_all / 1e6 + 0.5 * sent.exchanges)

@@ -67,7 +67,7 @@ class Measured:
 
   @property
   def milliseconds(self) -> float:
-    """As the results file has it."""
+    """The measured time, from the results file."""
     path, *keys = self.results
     return functools.reduce(
       lambda found, key: found[key], keys, json.loads((ROOT / "experiments" / path).read_text())

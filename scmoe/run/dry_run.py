@@ -145,7 +145,7 @@ class _Planned(NamedTuple):
 
   @property
   def memory(self) -> Memory:
-    """What the state takes, without activations and buffers."""
+    """Bytes of the state and its gradients, without activations and buffers."""
     run, sharing = self.sharing.run, self.sharing
     return Memory(
       parameters=bytes_per_device(self.state.params),
@@ -203,7 +203,7 @@ def dry_run(run: RunConfig) -> DryRun:
 
 
 def step_work(run: RunConfig) -> StepWork:
-  """What a step of a resolved run computes, sends and keeps: all that its predicted time needs."""
+  """The computation, traffic and memory of a resolved run's step, for its predicted time."""
   plan = _planned(run)
   return _work(plan, plan.sent)
 

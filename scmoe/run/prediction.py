@@ -43,7 +43,7 @@ LOGITS = 4  # times that the loss and its gradient read or write the logits, in 
 
 @dataclasses.dataclass(frozen=True)
 class StepWork:
-  """What one optimizer step computes, sends and keeps on each device.
+  """The computation, traffic and memory of one optimizer step on each device.
 
   Attributes:
     run: resolved.
@@ -110,7 +110,7 @@ class Prediction:
 
 
 def predictable(run: RunConfig) -> str:
-  """Why no step of this run can be predicted; "" if one can."""
+  """The reason for which no step of this run can be predicted; "" if one can."""
   rule = run.model.wiring_rule
   if run.model.reads_images:
     return "models of images have no modelled schedule"

@@ -14,7 +14,6 @@ tokens per second of prefill and decode of a configuration, for several wirings.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -203,7 +202,7 @@ def _benchmark(values: dict[str, Any], given: list[tuple[str, str]]) -> str:
   run = run_config(values, given)
   names = compared(values["compare"], run)
   load = Workload(values["batch"], values["prompt_tokens"], values["max_new_tokens"])
-  if min(dataclasses.astuple(load)) < 1:
+  if min(load.rows, load.prompt, load.new) < 1:
     raise ConfigError("--batch, --prompt_tokens and --max_new_tokens must be at least 1")
   workdir = Path(values["workdir"] or "runs/benchmark")
   request = offload_request(values)

@@ -26,7 +26,7 @@ TRACED = [case for case in TRACED if case not in RUN]
 BY_DAY = set(zip(config_names(), itertools.cycle(WIRINGS)))
 # Made small they are others' like, or other tests run them: `gpt2_moe_medium` and `llama2_moe`,
 # `finetune_small`, test_teacher.py, test_vision.py, `longcat_flash_small`, test_sequence_axis.py.
-RUN_BY_NIGHT = {"gpt3_moe_xl", "finetune_lora", "distillation", "cifar10_swin"}
+RUN_BY_NIGHT = {"gpt2_moe_small", "gpt3_moe_xl", "finetune_lora", "distillation", "cifar10_swin"}
 RUN_BY_NIGHT |= {"gpt_moe_1t", "longcat_flash", "deepseek_v3"}
 # Wirings that others are made of; by day test_wirings.py has the gradients of all.
 WIRED_BY_DAY = {"", "dense", "top2", "shared_expert", "scmoe_pos2", "dgmoe_share", "farskip"}

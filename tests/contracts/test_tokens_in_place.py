@@ -213,7 +213,7 @@ def test_what_is_recomputed_changes_no_gradient(remat):
   harness.assert_same(executed(remat), executed(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["mlp 0", "off"])
+@pytest.mark.parametrize("schedule", ["mlp 0", night("off")])
 def test_the_schedule_changes_no_gradient(schedule):
   tied = OverlapConfig(order="barriers", schedule=schedule)
   harness.assert_same(executed(overlap=tied), executed(), rtol=1e-6)

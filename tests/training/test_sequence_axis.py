@@ -200,6 +200,7 @@ def test_evaluation_on_another_mesh_refuses_rows_that_it_cannot_divide(monkeypat
     scmoe.evaluate.evaluate_run("runs/a", mesh="sequence=2")
 
 
+@pytest.mark.nightly  # by day test_decode.py writes on a mesh
 def test_devices_that_divide_rows_in_training_take_rows_of_their_own_to_write():
   texts = []
   for mesh in (WHOLE, divided("ring")):

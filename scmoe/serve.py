@@ -354,18 +354,30 @@ def _fields(line: str) -> dict[str, Any]:
   if len(line) > MOST_LINE:
     raise DataError(f"the line is longer than {MOST_LINE:,} characters")
   try:
-    fields = json.loads(line, parse_constant=_no_number)
+    fields = json.loads(line, parse_constant=_no_number, object_pairs_hook=_once)
   except (ValueError, RecursionError) as error:
     raise DataError(f"the line is not JSON: {error}") from None
   if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), (str, list)):
     raise DataError('the line is not an object with a text as prompt, such as {"prompt": "def "}')
-  if not isinstance(fields.get("id"), (str, int, float, type(None))):
-    raise DataError(f"id={str(fields['id'])[:40]} must be a text or a number")
-  if len(str(fields.get("id"))) > MOST_ID:
+  name = fields.get("id")
+  is_number = type(name) is int or (type(name) is float and math.isfinite(name))
+  if not (is_number or isinstance(name, (str, type(None)))):
+    raise DataError(f"id={str(name)[:40]} must be a text or a finite number")
+  if len(str(name)) > MOST_ID:
     raise DataError(f"id is longer than {MOST_ID} characters")
   if unknown := [name for name in fields if name not in _FIELDS]:
     raise DataError(f"{unknown[0][:40]!r} is unknown; a request has: {', '.join(_FIELDS)}")
   return fields
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """The fields of a JSON object; a name that is given twice is an error, not its last value."""
+  found: dict[str, Any] = {}
+  for name, value in pairs:
+    if name in found:
+      raise ValueError(f"{name[:40]!r} is given twice")
+    found[name] = value
+  return found
 
 
 def _no_number(word: str) -> Any:

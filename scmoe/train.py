@@ -45,7 +45,7 @@ from scmoe.run.dry_run import dry_run, planned_devices
 from scmoe.run.dry_run_text import report
 from scmoe.run.modality import modality_of
 from scmoe.run.names import check_run_name, check_workdir
-from scmoe.run.opened import open_run
+from scmoe.run.opened import open_named
 from scmoe.run.programs import Programs
 from scmoe.run.start import set_up_jax
 from scmoe.run.summary import check_memory, header, out_of_memory
@@ -226,7 +226,7 @@ def beginning(built: build.Built, workdir: Path) -> Callable[[TrainState], Train
   folder = built.run.train.init_from
   if not folder:
     return None
-  stored = open_run(folder, None)
+  stored = open_named("train.init_from", folder)
   if build.build_model(stored.run, None)[1] != build.build_model(built.run, None)[1]:
     raise ConfigError(
       f"train.init_from={folder!r} has parameters of other shapes; give the model section of "
@@ -237,7 +237,7 @@ def beginning(built: build.Built, workdir: Path) -> Callable[[TrainState], Train
     wanted = {"params": built.abstract_state().for_checkpoint().params}
 
     def newest() -> Any:
-      found = open_run(folder, None)
+      found = open_named("train.init_from", folder)
       return restore_weights(folder, found.run, wanted, found.step)["params"]
 
     params = with_newest(newest)  # that run may train meanwhile

@@ -173,7 +173,10 @@ def test_a_dry_run_counts_adapters_and_the_frozen_model(root):
   [
     (["--config.model.width=32"], "init_from=.*is another model .*model.width: 16 -> 32"),
     (["--config.model.num_experts=8"], "init_from=.*is another model .*num_experts: 4 -> 8"),
-    (["--config.train.init_from=missing"], "no valid checkpoint in .*missing"),
+    (
+      ["--config.train.init_from=missing"],
+      "train.init_from='missing': no valid checkpoint in .*missing.*; give the folder of a run",
+    ),
     (["--config.lora.base=abc"], "lora.base='abc' is not the model in train.init_from"),
     (["--config.train.init_from=NEW"], "train.init_from=.* is the run itself"),
     (["--config.lora.targets=heads"], "lora.targets='heads'.*is unknown"),

@@ -116,7 +116,7 @@ def test_a_share_of_nothing_is_training_on_text(root):
 @pytest.mark.parametrize(
   ("argv", "error", "words"),
   [
-    (["teacher=nowhere"], CheckpointError, "no valid checkpoint in .*nowhere"),
+    (["teacher=nowhere"], CheckpointError, "train.teacher=.*nowhere': no valid checkpoint"),
     (["teacher={root}/student"], ConfigError, "is the run itself"),
     (["teacher={root}/teacher", "teacher_share=2"], ConfigError, "train.teacher_share=2"),
     (["teacher_share=0.1"], ConfigError, "train.teacher_share.*train.teacher='' means no teacher"),

@@ -261,6 +261,11 @@ class BlockConfig(Options, path="model"):
         f"model.experts={self.experts!r}; use 'ffn', or leave model.ffn.fp8 out"
       )
     self.rope.check()
+    if self.rope.scaling == "yarn" and self.rope_theta <= 1:
+      raise ConfigError(
+        f"model.rope_theta={self.rope_theta} does not go with model.rope.scaling='yarn'; give a "
+        "base above 1, such as 10000"
+      )
     self._check_attention()
     widths = (self.width, self.expert_hidden, self.mlp_hidden, self.shared_hidden)
     if self.ffn.backend == "mosaic_gpu" and not widths_have_kernels(self.dtype, *widths):

@@ -174,6 +174,8 @@ def checked(messages: Any, *, plain: bool) -> Messages:
     content = text_of(message.get("content"), f"{name}: 'content'")
     if role == "assistant" and not content.strip():
       raise Refused(f"{name}: the assistant's turn is empty: there is nothing to learn")
+  if not messages:
+    raise Refused("'messages' is an empty list; give a turn of the user and one of the assistant")
   roles = [message["role"] for message in messages]
   if "assistant" not in roles:
     raise Refused("no turn of the assistant: there is nothing to learn")

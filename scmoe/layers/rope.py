@@ -77,6 +77,12 @@ class RopeConfig(Options, path="model.rope"):
         f"model.rope.low_freq_factor={self.low_freq_factor}"
       )
 
+    if self.scaling == "yarn" and not 0 < self.beta_slow < self.beta_fast:
+      raise ConfigError(
+        f"model.rope.beta_slow={self.beta_slow} must be larger than 0, and smaller than "
+        f"model.rope.beta_fast={self.beta_fast}; usual are 1 and 32"
+      )
+
   def turning(self, dim: int) -> int:
     """Elements of a head of width `dim` that turn: an even number."""
     return dim if self.share == 1 else int(dim * self.share) // 2 * 2

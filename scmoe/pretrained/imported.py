@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
-from scmoe.base.errors import ConfigError, DataError, StorageError
+from scmoe.base.errors import ConfigError, DataError, NonFiniteError, StorageError
 from scmoe.base.sizes import number, size_of
 from scmoe.base.stored import write_json
 from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
@@ -58,7 +59,7 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     upcycle: request for another architecture; see `scmoe.pretrained.upcycle`.
 
   Raises:
-    DataError: a file or a tensor cannot be used.
+    DataError: a file or a tensor cannot be used, or a tensor holds NaN or infinity.
     ConfigError: tokenizer or mesh do not fit, or the workdir has a run already.
     StorageError: the run cannot be written.
   """
@@ -86,7 +87,7 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
       write_json(workdir / SOURCE, origin)
     write_json(workdir / "config.json", built.config)
 
-  with new_run(workdir) as keeper:
+  with new_run(workdir) as keeper, _weights_are_finite(released):
     if planned is None and jax.process_count() == 1:
       keeper.save_pieces(0, *released.pieces(), {}, _meta(built), describe)
     else:
@@ -98,6 +99,25 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
   seconds = time.monotonic() - started
   said = _report(released, workdir, seconds, tokenizer is not None)
   return f"{said}\n{said_of(run.model, begun)}" if upcycle else said
+
+
+@contextlib.contextmanager
+def _weights_are_finite(released: Released) -> Iterator[None]:
+  """If a step is refused because an array is not finite, names the tensor that is to blame.
+
+  Raises:
+    DataError: a tensor of the folder holds NaN or infinity.
+  """
+  try:
+    yield
+  except NonFiniteError:
+    for name in dict.fromkeys(tensor.name for tensor in released.tensors):
+      if not np.isfinite(released.folder.read(name).astype(np.float32)).all():
+        raise DataError(
+          f"{released.folder.entries[name].file}: tensor {name} holds NaN or infinity; give a "
+          "folder whose weights are all finite"
+        ) from None
+    raise
 
 
 def upcycled(
@@ -222,11 +242,11 @@ def _tokenizer(released: Released) -> JsonTokenizer | None:
     DataError: it is not a tokenizer.json, or a file with conventions cannot be used.
   """
   folder, config = released.folder.path, released.folder.config
-  path = folder / TOKENIZER
+  path, ends = folder / TOKENIZER, eos_ids(folder, config)
   if not path.is_file():
     return None
   content = read_text(path, LIMITS[TOKENIZER])
-  eos_id = next(iter(eos_ids(folder, config)), None)
+  eos_id = next(iter(ends), None)
   named = eos_token(folder) if eos_id is None else ""
   tokenizer = JsonTokenizer(content, name=str(path), eos_id=eos_id, eos_token=named)
   conventions = read_conventions(folder, config, tokenizer)

@@ -34,16 +34,28 @@ def packed(entries: Mapping[str, Described]) -> dict[str, tuple[int, ...]]:
     entries: the tensors of the folder's files, by name.
 
   Raises:
-    DataError: a tensor of blocks has another number of dimensions or blocks of another size, or its
-      scales are missing or have another shape or type.
+    DataError: a tensor of blocks has another type or number of dimensions, or blocks of another
+      size; its scales are missing or have another shape or type; scales have no blocks; or the
+      tensor is there without MXFP4, too.
   """
-  named = (n for n, e in entries.items() if n.endswith(BLOCKS) and e.dtype == STORED)
+  for name, entry in entries.items():
+    blocks = name.removesuffix(SCALES) + BLOCKS
+    if name.endswith(SCALES) and entry.dtype == STORED and blocks not in entries:
+      raise DataError(f"{entry.file}: tensor {name} has scales in MXFP4, and {blocks} is missing")
+  named = (name for name in entries if name.endswith(BLOCKS))
   return {name.removesuffix(BLOCKS): _checked(name, entries) for name in named}
 
 
 def _checked(blocks: str, entries: Mapping[str, Described]) -> tuple[int, ...]:
   """The shape [E, K, N] of the tensor whose blocks are named `blocks`; errors as in `packed`."""
   entry, name = entries[blocks], blocks.removesuffix(BLOCKS) + SCALES
+  if entry.dtype != STORED:
+    raise DataError(f"{entry.file}: tensor {blocks} is {entry.dtype}; blocks in MXFP4 are {STORED}")
+  if (plain := name.removesuffix(SCALES)) in entries:
+    raise DataError(
+      f"{entry.file}: tensor {plain} is given twice: as {blocks} in MXFP4, and in "
+      f"{entries[plain].file.name} as it is; leave one out"
+    )
   if len(entry.shape) != 4 or entry.shape[3] != _IN_BYTES:
     raise DataError(
       f"{entry.file}: tensor {blocks} has shape {list(entry.shape)}; in MXFP4 it is [experts, "

@@ -20,6 +20,7 @@ the routed experts start with down projections of zeros.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -70,6 +71,8 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
   parts = [part.partition("=") for part in text.split(",")]
   given = {key.strip(): value.strip() for key, _, value in parts}
   unknown = next((name for name in given if name not in _KEYS), None)
+  if len(given) < len(parts):
+    raise ConfigError(f"--upcycle={text!r} names a key twice; give each once")
   if unknown is not None or not all(given.values()):
     raise ConfigError(
       f"--upcycle={text!r} has {unknown or 'a key without a value'}; write wiring=WIRING, "
@@ -78,8 +81,8 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
   numbers = {}
   for name in ("experts", "top_k"):
     if name in given:
-      if not given[name].isdecimal() or not int(given[name]):
-        raise ConfigError(f"--upcycle: {name}={given[name]!r} is not a number of experts")
+      if not re.fullmatch("[1-9][0-9]{0,6}", given[name]):
+        raise ConfigError(f"--upcycle: {name}={given[name][:40]!r} is not a number of experts")
       numbers[name] = int(given[name])
   wiring = given.get("wiring", "topk" if "experts" in given else "")
   if wiring not in WIRINGS or not WIRINGS[wiring].taps or WIRINGS[wiring].units_per_moe > 1:

@@ -25,7 +25,7 @@ from scmoe.pretrained.stream import flat, leaves_of, nested
 from scmoe.run import build
 from scmoe.run.adapters import BASE, BuiltAdapters, base_of, digest_of_base, restore_weights
 from scmoe.run.config import RunConfig, to_dict
-from scmoe.run.opened import Stored, open_run
+from scmoe.run.opened import Stored, open_named
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.distributed import OnFirst, all_agree, barrier, is_first
@@ -64,6 +64,9 @@ def with_base(run: RunConfig, workdir: Path) -> RunConfig:
   """
   if not run.lora.rank:
     return run
+  source = run.train.init_from
+  if not list_steps(Path(workdir) / FOLDER) and Path(source).resolve() != Path(workdir).resolve():
+    open_named("train.init_from", source)  # before a folder is made
   workdir = prepare_workdir(workdir)
   if resumed := bool(list_steps(workdir / FOLDER)):
     if not list_steps(workdir / BASE / FOLDER):
@@ -113,7 +116,7 @@ def _copy(run: RunConfig, place: Path) -> None:
   plain = build.build(run)
 
   def read() -> tuple[Stored, dict[str, PyTree]]:
-    stored = open_run(folder, None)
+    stored = open_named("train.init_from", folder)
     if other := other_architecture(to_dict(stored.run), to_dict(run)):
       raise ConfigError(
         f"train.init_from={folder!r} is another model than the one that lora.rank={run.lora.rank} "

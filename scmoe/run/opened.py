@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
-from scmoe.base.errors import ConfigError
+from scmoe.base.errors import CheckpointError, ConfigError
 from scmoe.base.extensions import check_allowed
 from scmoe.data import Tokenizer
 from scmoe.inference.offload.model import Offload, offloaded
@@ -63,6 +63,22 @@ def open_run(workdir: str, step: int | None, allow_import: Sequence[str] = ()) -
   run = from_dict(meta["config"], f"{workdir} (stored)")
   check_allowed(imports_of(run), allow_import, f"{workdir} (stored)", Path(workdir))
   return Stored(run, meta["step"], meta.get("data_fingerprint", {}))
+
+
+def open_named(
+  field: str, folder: str, step: int | None = None, allow_import: Sequence[str] = ()
+) -> Stored:
+  """`open_run` of the folder that a field of the configuration names; its errors say so.
+
+  Args:
+    field: e.g. "train.init_from".
+    folder: the field's value.
+    step, allow_import: see `open_run`, which also says what is raised.
+  """
+  try:
+    return open_run(folder, step, allow_import)
+  except CheckpointError as error:
+    raise type(error)(f"{field}={folder!r}: {error}; give the folder of a run") from None
 
 
 @dataclasses.dataclass(frozen=True)

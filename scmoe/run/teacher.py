@@ -22,7 +22,7 @@ from scmoe.run import build
 from scmoe.run.adapters import restore_weights
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
-from scmoe.run.opened import open_run
+from scmoe.run.opened import open_named
 from scmoe.run.text import load_tokenizer
 from scmoe.training.distributed import is_first
 from scmoe.training.restore import FOLDER, list_steps, read_meta, with_newest
@@ -151,7 +151,7 @@ def load_teacher(
 
 def _of_run(path: str, step: int | None, allow_import: Sequence[str]) -> Teacher:
   """A run as a teacher, at one of its steps; None: the newest."""
-  stored = open_run(path, step, allow_import)
+  stored = open_named("train.teacher", path, step, allow_import)
   needs_text(stored.run, "train.teacher")
   step = stored.step if step is None else step
   leaves = read_meta(path, step)["leaves"]

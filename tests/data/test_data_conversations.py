@@ -178,7 +178,7 @@ BROKEN = {
   "empty answer": ([GOOD, {"role": "assistant", "content": " \n"}],
                    "message 2: the assistant's turn is empty: there is nothing to learn"),
   "no answer": ([GOOD], "no turn of the assistant: there is nothing to learn"),
-  "no messages": ([], "no turn of the assistant"),
+  "no messages": ([], "'messages' is an empty list; give a turn of the user and one of the"),
   "answer first": ([{"role": "assistant", "content": "a"}, GOOD],
                    "message 1 is the assistant's; a conversation begins with system or user"),
   "messages are text": ("hi", "'messages' holds str, not a list of objects"),

@@ -123,7 +123,18 @@ BROKEN = {
     _TO(f"{DOWN}_scales", lambda x: x.astype(np.float32)), rf"{DOWN}_scales is F32\[8, 32, 1\]"),
   "no scales": (
     _WITHOUT(f"{UP}_scales"), rf"tensor {UP}_blocks is in MXFP4, and {UP}_scales is missing"),
-  "no blocks": (_WITHOUT(f"{UP}_blocks"), rf"tensor {UP} is missing"),
+  "no blocks": (
+    _WITHOUT(f"{UP}_blocks"),
+    rf"tensor {UP}_scales has scales in MXFP4, and {UP}_blocks is missing"),
+  "blocks of another type": (
+    _TO(f"{UP}_blocks", lambda x: x.view(np.int8)),
+    rf"tensor {UP}_blocks is I8; blocks in MXFP4 are U8"),
+  "given twice": (
+    _edit(lambda t: t.update({UP: np.zeros((8, 32, 64), np.float32)})),
+    rf"tensor {UP} is given twice: as {UP}_blocks in MXFP4, and in {WEIGHTS} as it is; leave one"),
+  "a scale that stands for NaN": (
+    _TO(f"{UP}_scales", lambda x: np.full_like(x, 255)),
+    rf"{WEIGHTS}: tensor {UP} holds NaN or infinity; give a folder whose weights are all finite"),
   "no bias": (_WITHOUT(f"{UP}_bias"), rf"tensor {UP}_bias is missing"),
   "no sinks": (
     _WITHOUT("model.layers.0.self_attn.sinks"), r"tensor model.layers.0.self_attn.sinks is missi"),

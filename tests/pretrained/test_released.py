@@ -258,6 +258,23 @@ FAILURES = {
     lambda f: change(f, **LLAMA4, moe_layers=[0, 7]),
     r"layers \[0, 7\] with experts do not fit num_hidden_layers=2"),
   "no text": (lambda f: change(f, model_type="llama4"), r"text_config='None' is not a group of f"),
+  "bounds of yarn that change places": (
+    lambda f: change(f, rope_scaling={"rope_type": "yarn", "factor": 2, "beta_fast": 1,
+                                      "beta_slow": 32, "original_max_position_embeddings": 64}),
+    r"model.rope.beta_slow=32.0 must be larger than 0, and smaller than model.rope.beta_fast=1.0"),
+  "a bound of yarn that is 0": (
+    lambda f: change(f, rope_scaling={"rope_type": "yarn", "factor": 2, "beta_slow": 0,
+                                      "original_max_position_embeddings": 64}),
+    r"model.rope.beta_slow=0.0 must be larger than 0"),
+  "yarn without turns": (
+    lambda f: change(f, rope_theta=1, rope_scaling={
+      "rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 64}),
+    r"model.rope_theta=1.0 does not go with model.rope.scaling='yarn'"),
+  "an end that is a text": (
+    lambda f: change(f, eos_token_id="2"), r"eos_token_id=2 is neither a token id nor a list"),
+  "NaN": (
+    with_tensors(lambda w: w["lm_head.weight"].fill(np.nan)),
+    r"model.safetensors: tensor lm_head.weight holds NaN or infinity; give a folder whose weights"),
   "a limit": (
     lambda f: change(f, model_type="gpt_oss", swiglu_limit=3.0), r"swiglu_limit=3.0 is not suppor"),
   "too few kinds": (

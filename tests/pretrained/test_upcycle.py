@@ -129,6 +129,8 @@ def test_farskip_keeps_every_weight():
   ("wiring=dense", "wiring='dense' is not supported; one of: top1"),
   ("experts=8", "has experts already: leave experts"),
   ("experts=x", "experts='x' is not a number of experts"),
+  ("experts=" + "9" * 5000, "is not a number of experts"),
+  ("wiring=farskip,wiring=topk", "names a key twice; give each once"),
   ("layers=3", "has layers; write wiring=WIRING"),
   ("wiring", "a key without a value"),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Launches Pallas GPU kernels: which devices run them, and how tests simulate them on a CPU."""
+"""Builds Pallas GPU kernels, says which devices run them, and lets tests simulate them on a CPU."""
 
 from __future__ import annotations
 
@@ -62,10 +62,7 @@ def kernels_may_run() -> bool:
 
 
 def has_kernels(device: Any) -> bool:
-  """Whether the Mosaic GPU kernels run on a `jax.Device`: on Hopper, and not in `without_kernels`.
-
-  False for every device inside `without_kernels`.
-  """
+  """Whether the Mosaic GPU kernels run on a `jax.Device`: on Hopper, outside `without_kernels`."""
   return kernels_may_run() and device_has_kernels(
     device.platform, getattr(device, "compute_capability", None)
   )
@@ -130,7 +127,7 @@ def compiled(body, **options: Any):
 
 
 def varying_as(x: jax.Array, made: Any) -> Any:
-  """A kernel's results `made`, marked as varying over the same mesh axes as its input x.
+  """A kernel's results `made`, marked as varying over the same mesh axes as the kernel's input x.
 
   `jax.shard_map` checks these marks (`check_vma`), and the results of a kernel lack them.
   """

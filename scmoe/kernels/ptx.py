@@ -57,7 +57,7 @@ def _at(address: str, offset: int | None) -> str:
 
 
 def thread_of_block(to: str) -> str:
-  """to = the thread's number in its block (CTA)."""
+  """to = the thread's number in its block (CTA); all blocks here have one dimension."""
   return f"mov.u32 {to}, %tid.x;"
 
 
@@ -72,7 +72,7 @@ def lower_lanes(to: str) -> str:
 
 
 def block_of_grid(to: str) -> str:
-  """to = the block's number in the grid."""
+  """to = the block's number in a grid of one dimension."""
   return f"mov.u32 {to}, %ctaid.x;"
 
 
@@ -148,7 +148,7 @@ def bit_not(to: str, a: str, *, only_if: str = "") -> str:
 
 
 def shift_left(to: str, a: str, bits: int) -> str:
-  """to = a · 2^bits."""
+  """to = a · 2^bits, the low 32 bits."""
   return f"shl.b32 {to}, {a}, {bits};"
 
 
@@ -375,7 +375,7 @@ def add_at_device(address: str, value: str, *, only_if: str = "") -> str:
 
 
 def load_from_devices(to: str, address: str) -> str:
-  """Reads a word that other devices add to; what they wrote before is visible then."""
+  """Reads a word that other devices add to; what they wrote before they added is visible then."""
   return f"ld.acquire.sys.global.u32 {to}, [{address}];"
 
 

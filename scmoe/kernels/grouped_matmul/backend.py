@@ -1,4 +1,4 @@
-"""Decides which implementation computes the grouped products; logs each decision of "auto" once."""
+"""Decides whether kernels, XLA or the reference compute; logs each decision of "auto" once."""
 
 import functools
 import logging
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def widths_have_kernels(dtype, *widths: int) -> bool:
-  """Whether the kernels take operands of this type (of 16 bits) and these widths (64 divides them).
+  """Whether the kernels take operands of this type and these widths, all multiples of 64.
 
   Args:
     dtype: type of the operands; the kernels take bfloat16 and float16.

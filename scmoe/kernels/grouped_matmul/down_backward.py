@@ -1,12 +1,12 @@
-"""The gradient of the down-projection's input, and in the epilogue that of the pre-activations.
+"""One kernel of the experts' backward pass: the gradients of pre-activations and row weights.
 
     R  rows of the tiles      D  model width      F  expert width      G  groups
 
 The weighted output of a row is Y = s · (A @ down) = A' @ down, where s is the row's weight and
 A' = s·A. The kernel computes one product, dA' = dY @ down.T, and all that needs dA' while it is in
-registers: it loads the pre-activations H, recomputes A from them, and stores A' (for the down
-weights' gradient), dH, and for each row and column tile a share of ds = ⟨dA', A⟩. So the forward
-pass keeps neither A nor the experts' output (SonicMoE, arXiv 2512.14080).
+registers. In its epilogue it loads the pre-activations H, recomputes A from them, and stores A'
+(for the down weights' gradient), dH, and for each row and column tile a share of ds = ⟨dA', A⟩. So
+the forward pass keeps neither A nor the experts' output (SonicMoE, arXiv 2512.14080).
 """
 
 import dataclasses
@@ -37,7 +37,8 @@ from scmoe.kernels.grouped_matmul.tile_order import first_of, locate_rows, paire
 from scmoe.kernels.launch import resolve_num_sms
 
 _COLS = 64  # Columns of a chunk: one swizzle row, 128 bytes, of 2-byte elements.
-_ROWS = 64  # Rows that are in registers at a time: a consumer's whole chunk would not fit.
+# Rows whose pre-activations are in registers at a time: a consumer's whole chunk would not fit.
+_ROWS = 64
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +50,7 @@ class Operands:
     group_I: int32, group of each tile.
     num_tiles: int32 [1], tiles in use.
     index_R: int32, row of dy that each row of the tiles reads; None: the row of the same number.
-    dy: gradient of the weighted output, [.., D].
+    dy: gradient of the weighted output, [R, D], or with `index_R` any number of rows.
     down: the down matrices, [G, F, D].
     weight_R: s, the row weights, float32.
     pre: pre-activations [R, F].
@@ -88,7 +89,7 @@ class Memory:
   Attributes:
     dy, down: the operands' blocks in the stages of the pipeline's ring.
     pre, scaled: chunks of the epilogue. Pre-activations are loaded into `pre`, and their gradients
-      are stored from it.
+      are stored from it. The weighted activation is stored from `scaled`.
     weight, ds: row weights, and shares of ds, of each consumer's rows.
     full, empty: barriers of the ring's stages.
     pre_loaded, weight_loaded: barriers of the epilogue's loads.
@@ -122,7 +123,8 @@ def down_backward_product(
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
   """Returns the weighted activation, and the gradients of pre-activations and of row weights.
 
-  In the letters of the top of this file these are s·A, dH and ds, the last in float32.
+  In the letters of the top of this file these are s·A, dH and ds, the last in float32. In tiles
+  that are not in use the results may hold anything.
 
   Args:
     dy_XD: gradient of the weighted output, in the layout or read through `index_R`.
@@ -196,7 +198,7 @@ class _Shape:
 
   @property
   def col_tiles(self) -> int:
-    """Tiles over F, the columns of a pre-activation."""
+    """Tiles over F, the columns of a pre-activation; an even number for pairs of "cols"."""
     return tiles_over(self.hidden, self.cols, 2 if self.tiling.pair == "cols" else 1)
 
   @property
@@ -229,7 +231,7 @@ class _Shape:
 
 
 class _Block(NamedTuple):
-  """A block of 64 x 64 numbers of a tile, as the epilogue takes them.
+  """The place of 64 rows and 64 columns of a tile; the epilogue takes such blocks one by one.
 
   Attributes:
     index: number of the block of 64 rows among those of the consumer.
@@ -247,7 +249,7 @@ class _Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-  """One CTA with its references to memory: how it finds a tile, and what it does for it.
+  """One CTA with its references to memory: how it finds a tile, and what it does for the tile.
 
   The coordinates of a tile are its row tile, its column tile, its group, and whether its pair
   shares the down matrix (see `locate_rows`).
@@ -312,14 +314,14 @@ class _Cta:
   # -- consumer ----------------------------------------------------------------------------------
 
   def multiply(self, accumulators: Any, stage: Any, my_rows: Any) -> None:
-    """Starts the product of one stage: dy times the down matrix, transposed."""
+    """Starts the product of one stage: dy times the transposed down matrix."""
     dy, down = self.smem.dy.at[stage, my_rows], self.smem.down.at[stage].transpose((1, 0))
     plgpu.wgmma(accumulators[0], dy, down)
 
   # -- epilogue: loads ---------------------------------------------------------------------------
 
   def load_first(self, where: Any, consumer: Any, first_row: Any) -> None:
-    """Starts to load what the epilogue reads first: row weights and pre-activations."""
+    """Starts to load what the epilogue reads first: row weights and its first pre-activations."""
     gmem, smem = self.gmem, self.smem
     # The previous tile's stores must have left the buffers.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -73,7 +73,8 @@ def expert_ffn(
 ) -> Float[Array, "*M D_out"]:
   """out[m] = Σ_k weight[m, k] · down(act(up(rows[m]))), or the gated form, by each copy's expert.
 
-  With a gated activation act(gate(rows)) · up(rows) stands for act(up(rows)).
+  With a gated activation act(gate(rows)) · up(rows) stands for act(up(rows)); in `clamped_swiglu` a
+  function of up(rows) stands for up(rows).
 
   Args:
     rows: [..., D]; M rows in the order that `layout` describes. Rows of no expert must be finite.
@@ -83,9 +84,9 @@ def expert_ffn(
 
   Returns:
     [..., D'] in the rows' order and type, D' the width of the last layer; products are accumulated
-    in float32. Rows without an expert are zero and get a zero gradient. For tokens in place, XLA
-    may fuse the loop that sums the rows' gradient with its reader. A reader that reduces over rows
-    or columns would halve the loop's speed: put a barrier between the two
+    in float32 (float64 for such rows). Rows without an expert are zero and get a zero gradient. For
+    tokens in place, XLA may fuse the loop that sums the rows' gradient with its reader. A reader
+    that reduces over rows or columns would halve the loop's speed: put a barrier between the two
     (`parallel.barriers.barrier`, "backward").
 
   Raises:
@@ -115,7 +116,7 @@ class _Static:
 
 
 def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeights) -> _Static:
-  """Decides which implementation runs, and with which options; ValueError for an unfit `impl`."""
+  """Decides which implementation runs, and how; ValueError for an unfit `impl` or `backend`."""
   padded = layout.padded
   if config.impl == "batched" and padded is None:
     raise ValueError(
@@ -163,7 +164,7 @@ def _tiles(layout: RowLayout, static: _Static) -> TiledRows:
 
 
 def _by_expert(rows_MN: jax.Array, static: _Static) -> jax.Array:
-  """Reorders rows of padded experts from [rank, expert, row] to [expert, rank, row]."""
+  """Reorders rows from [rank, expert, row] to [expert, rank, row]; not if `static.ranks` is 1."""
   if static.ranks == 1:
     return rows_MN
   assert static.padded is not None
@@ -172,7 +173,7 @@ def _by_expert(rows_MN: jax.Array, static: _Static) -> jax.Array:
 
 
 def _by_rank(rows_RN: jax.Array, static: _Static) -> jax.Array:
-  """Reorders rows of padded experts from [expert, rank, row] to [rank, expert, row]."""
+  """Reorders rows from [expert, rank, row] to [rank, expert, row]; not if `static.ranks` is 1."""
   if static.ranks == 1:
     return rows_RN
   assert static.padded is not None
@@ -257,7 +258,10 @@ def _back(y_RD, weight_MK, tiles: TiledRows, static: _Static, joined: bool = Fal
 
 
 def _row_weights(weight_MK, tiles: TiledRows, dtype) -> jax.Array:
-  """The factor of each row of the tiles: its copy's weight, 1 without weights, 0 on padding."""
+  """The factor of each row of the tiles: its copy's weight, 1 without weights, 0 on padding.
+
+  Where the rows lie in tiles already (no permutation), it is 1 on padding, too.
+  """
   if tiles.permutation is None:
     return jnp.ones((tiles.groups.num_rows,), dtype)
   copy_R = tiles.permutation.copy_R

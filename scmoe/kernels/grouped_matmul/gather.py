@@ -1,11 +1,12 @@
-"""Gathering rows straight into a kernel's operand stage.
+"""Gathers rows straight into the stages of a kernel's ring.
 
-Hopper's bulk copies (TMA) cannot gather rows of an index array. So the 128 threads of the producer
+Hopper's bulk copies (TMA) cannot gather rows by an index array. So the 128 threads of the producer
 copy 16 bytes each at a time (`cp.async`, PTX ISA 8.x, section "Data Movement"), to where wgmma
 expects them in its swizzled layout. Barriers of this module count the copies that have arrived:
 inline code cannot name the Pallas barrier of a stage.
 
-Interpret mode cannot run these functions. In the simulation XLA gathers the rows before the kernel.
+Interpret mode cannot run this inline code. In the simulation XLA gathers the rows before the
+kernel.
 """
 
 import dataclasses
@@ -176,7 +177,7 @@ class _Gather:
     return ptx.lines(steps)
 
   def find_source(self) -> str:
-    """base = where the thread's piece lies in row 0 of x."""
+    """base = where the thread's piece of row 0 of x lies, in the columns from `first_col` on."""
     return ptx.lines(
       [
         ptx.shift_left("part", "piece", 4),

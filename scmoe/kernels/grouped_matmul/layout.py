@@ -1,11 +1,12 @@
-"""The places of each group's rows, once groups are padded to whole row tiles.
+"""The tiles of each group's rows (`GroupLayout`), and the expert of each row (`RowLayout`).
 
     M  rows given              R  rows of the padded layout (a multiple of `tile`)
     G  groups (experts)        I  row tiles: R // tile
 
-Every tile belongs to one group, so no kernel has ragged edges: every load and store is of a whole
-tile, and the weights' gradient is a plain loop over tiles. Sizes of arrays are static bounds, and
-the device computes what stands in them, so it never waits for the host.
+Each group's rows are padded to whole row tiles. So every tile belongs to one group, the kernels
+that multiply need no masks, and the weights' gradient is a plain loop over tiles. The sizes of
+arrays are static bounds, and the device computes the arrays' contents, so it never waits for the
+host.
 
 Worked example: five rows of three groups, 3, 0 and 2 of them, in tiles of two rows.
 
@@ -56,7 +57,8 @@ class GroupLayout:
     tile: rows of a tile, static.
     runs: static. With more than one, all groups have the same size, and each run of rows holds an
       equal part of every group, group by group. Each run is what one source rank sent.
-    one_tile_each: static; every group is exactly one tile, so one batched product serves all.
+    one_tile_each: static, set by `make_equal_layout` alone: whether every group is exactly one
+      tile, so that one batched product can serve all groups.
   """
 
   group_sizes_G: jax.Array
@@ -118,7 +120,7 @@ def make_layout(group_sizes_G: jax.Array, num_rows: int, tile: int) -> GroupLayo
 
 
 def make_equal_layout(runs: int, num_groups: int, rows: int, tile: int) -> GroupLayout:
-  """The layout of rows [runs, G, rows], where each part of a group fills whole tiles.
+  """The layout of rows [runs, G, rows], where the rows of a group in a run fill whole tiles.
 
   Worked example: two source ranks, two experts, four rows for each from each, tiles of two rows:
   tile_group_I = 0 0 1 1 0 0 1 1, as the rows lie; every group has four tiles, two in each run.
@@ -156,16 +158,17 @@ def _by_falling(value_G: jax.Array) -> jax.Array:
 
 
 def row_groups(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
-  """The group of each of `num_rows` rows that lie group after group; G for rows after the last."""
+  """The group of each of `num_rows` rows that lie group after group; G for rows of no group."""
   ends_G = jnp.cumsum(group_sizes_G.astype(jnp.int32), dtype=jnp.int32)
   index_M = jnp.arange(num_rows, dtype=jnp.int32)
   return jnp.sum(index_M[:, None] >= ends_G[None, :], axis=1, dtype=jnp.int32)
 
 
 def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
-  """Each contiguous row's row of the padded layout; `layout.num_rows` for a row of no group.
+  """For each row given its row in the layout's tiles; `layout.num_rows` for a row of no group.
 
-  In the example at the top: 0 1 2 4 5.
+  The rows given lie group after group, without padding, and those of no group after them. The
+  layout has one run. In the example at the top: 0 1 2 4 5.
   """
   group_M = row_groups(layout.group_sizes_G, num_rows)
   # A row moves down by the padding of the groups before it.
@@ -177,9 +180,10 @@ def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
 
 
 def source_rows_of(layout: GroupLayout) -> jax.Array:
-  """For each row of the padded layout its contiguous row; -1 for padding.
+  """For each row of the layout's tiles the row given that it holds; -1 for padding.
 
-  In the example at the top: 0 1 2 -1 3 4 -1 -1.
+  The rows given lie group after group, without padding. The layout has one run. In the example at
+  the top: 0 1 2 -1 3 4 -1 -1.
   """
   starts_G = jnp.cumsum(layout.group_sizes_G, dtype=jnp.int32) - layout.group_sizes_G
   first_I = (jnp.arange(layout.tile_group_I.shape[0], dtype=jnp.int32)) * layout.tile
@@ -192,12 +196,12 @@ def source_rows_of(layout: GroupLayout) -> jax.Array:
 
 
 def pad_rows(x_MN: jax.Array, layout: GroupLayout) -> jax.Array:
-  """Moves contiguous rows to the padded layout, with zeros as padding."""
+  """Moves rows that lie group after group to their places in the layout; padding rows are zero."""
   return take_rows(x_MN, source_rows_of(layout))
 
 
 def unpad_rows(x_RN: jax.Array, layout: GroupLayout, num_rows: int) -> jax.Array:
-  """Moves the padded layout's rows back to contiguous rows; rows of no group become zero."""
+  """Moves the layout's rows back, group after group without padding; rows of no group are zero."""
   return take_rows(x_RN, padded_rows_of(layout, num_rows))
 
 
@@ -264,10 +268,11 @@ class RowLayout:
     return self.group_MK.size
 
   def sorted(self, tile: int) -> TiledRows:
-    """The tiles of the rows sorted by expert, each expert's rows padded to whole tiles.
+    """The tiles of the copies sorted by expert, and which row of the tiles holds each copy.
 
-    Worked example, tiles of two rows: five rows for experts 0, 2, 0, 0, 2, with the tiles of the
-    example at the top. The permutation has row_TK = 0 4 1 2 5 and copy_R = 0 2 3 -1 1 4 -1 -1.
+    Each expert's copies are padded to whole tiles. Worked example, tiles of two rows: five rows for
+    experts 0, 2, 0, 0, 2 have the tiles of the example at the top. The permutation has
+    row_TK = 0 4 1 2 5 and copy_R = 0 2 3 -1 1 4 -1 -1.
     """
     sizes_G, group_MK, position_MK = self.places()
     if runs_ptx() and sorting.takes(self.num_copies, self.num_groups):
@@ -283,6 +288,8 @@ class RowLayout:
 
   def renamed(self, name_G: jax.Array, num_groups: int) -> RowLayout:
     """The same rows with the experts numbered anew; an expert without rows may be left out.
+
+    The result has `group_MK` and `position_MK` also for padded experts, and it has no `tiles`.
 
     Args:
       name_G: int32, new name of each expert; `num_groups` for one that is not there and has no row.
@@ -363,12 +370,12 @@ def choices_layout(expert_TK: jax.Array, weight_TK: jax.Array, num_experts: int)
 
 
 def arrived_layout(group_M: jax.Array, position_M: jax.Array, sizes_G: jax.Array) -> RowLayout:
-  """The layout of rows in any order, one copy each; rows of no expert have a group past all."""
+  """The layout of rows in any order, one copy each; a group outside [0, G) stands for no expert."""
   return RowLayout(sizes_G, group_M[:, None], position_M[:, None])
 
 
 def tiled_layout(groups: GroupLayout) -> RowLayout:
-  """The layout of rows that arrived in the experts' tiles, one copy each; padding has no expert."""
+  """The layout of rows that arrived in tiles of one run, one copy each; padding has no expert."""
   index_R = jnp.arange(groups.num_rows, dtype=jnp.int32)
   group_R = groups.tile_group_I[index_R // groups.tile]
   position_R = index_R - groups.tile_starts_G[group_R] * groups.tile
@@ -380,7 +387,7 @@ def tiled_layout(groups: GroupLayout) -> RowLayout:
 
 
 def sorted_layout(sizes_G: jax.Array, num_rows: int) -> RowLayout:
-  """The layout of `num_rows` rows sorted by expert; rows behind all experts' rows have none."""
+  """The layout of `num_rows` rows sorted by expert; rows after all experts' rows have no expert."""
   sizes_G = sizes_G.astype(jnp.int32)
   group_M = row_groups(sizes_G, num_rows)
   starts_G1 = jnp.append(jnp.cumsum(sizes_G) - sizes_G, 0)

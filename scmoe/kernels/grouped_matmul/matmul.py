@@ -1,7 +1,7 @@
-"""Grouped matrix products with gradients, on whichever backend the device has.
+"""Grouped matrix products with gradients: by the kernels, by XLA, or by the reference.
 
 M  rows      K  contracted width      N  output width      G  groups
-D  model width      F  expert width      R  rows of the padded layout
+R  rows of the padded layout
 """
 
 import dataclasses

@@ -23,17 +23,19 @@ from scmoe.kernels.grouped_matmul.xla import group_sums, per_row
 from scmoe.kernels.launch import runs_ptx
 from scmoe.kernels.permute import Permutation, take_rows, take_words
 
-# Hidden sizes from which the rows are copied to their places before the product. A product that
-# gathers its rows does so once for every column tile, with copies that wgmma waits for, and with
-# wide tiles, so that it gathers each row less often. A product of rows in order takes the fastest
-# tiles. The copy takes 0.7 ps for each element that it writes, or 0.9 ps if each row has only two
-# places, since it then reads more rows for the same number of elements written. Measured with
-# layers of nine models on H200s (experiments/LOG.md, 2026-11-26).
+# Hidden sizes from which the rows are copied to their places before the product: the first product
+# ("up"), `down_backward_product`, and the gradients of the first layer's matrices ("weights_lhs",
+# whose left operand is x). A product that gathers its rows does so once for every column tile, with
+# copies that wgmma waits for, and with wide tiles, so that it gathers each row less often. A
+# product of rows in order takes the fastest tiles. The copy takes 0.7 ps for each element that it
+# writes, or 0.9 ps if each row has only two places, since it then reads more rows for the same
+# number of elements written. Measured with layers of nine models on H200s (experiments/LOG.md,
+# 2026-11-26).
 GATHERED_BEFORE = {"up": 1408, "down_backward": 640, "weights_lhs": 1408}
 
 
 def _gathers_inside(product: str, hidden: int) -> bool:
-  """Whether a product of experts of this hidden size gathers its rows itself."""
+  """Whether this product of `GATHERED_BEFORE` gathers its rows itself; not in the simulation."""
   return can_gather() and hidden < GATHERED_BEFORE[product]
 
 
@@ -246,7 +248,7 @@ def backward(
   """The gradients of s · y, as `xla.backward`, by kernels.
 
   `down_backward_product` runs first, then the products for the down weights' gradient, for those of
-  the first layer's weights, and for dx.
+  the first layer's weights, and for dx. XLA adds up the gradients of the biases.
   """
   dtype, (_, width, hidden) = x_XD.dtype, weights.up_GDF.shape
   inside = _gathers_inside("down_backward", hidden)

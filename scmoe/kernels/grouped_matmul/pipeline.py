@@ -95,12 +95,12 @@ def tiled_smem(shape: Sequence[int], dtype) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """The number of a kernel's tiles, and the functions that `run_tiles` calls for each of them.
+  """A kernel's number of tiles, its accumulators, and what `run_tiles` calls for each tile.
 
   Attributes:
     num_tiles: how many tiles there are; a pair of CTAs takes two at a time, counted as one.
     locate: tile number -> coordinates, any tree of traced scalars.
-    steps: coordinates -> K steps of the tile (may be traced, may be zero).
+    steps: coordinates -> how many stages the tile contracts (may be traced, may be zero).
     producer: (coordinates, step, stage, barrier) -> None; starts the copies of one stage.
     consumer: (accumulators, stage, rows) -> None; starts the products of one stage.
     accumulators: shapes of the accumulators of one consumer.
@@ -179,6 +179,7 @@ class _Cta:
   Attributes:
     tiling, work, full, empty: as for `run_tiles`.
     warpgroup: of this thread; the first two are consumers, the last one is the producer.
+    worker, workers: number of the CTA's worker, and how many workers there are.
     my_tiles: how many tiles the CTA has.
   """
 
@@ -217,7 +218,7 @@ class _Producer:
     self.cta = cta
 
   def run(self) -> None:
-    """Fills stage after stage, tile after tile."""
+    """Fills stage after stage, tile after tile, and waits until all stages are free again."""
     cta = self.cta
     plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
     begin = jnp.int32(0), jnp.int32(0), cta.locate_clipped(0)
@@ -262,8 +263,8 @@ class _Consumer:
   """A warpgroup that multiplies.
 
   A *turn* counts the stages that it has used, or skipped in ping-pong, modulo two rounds of the
-  ring: a round's parity is the phase of its barriers. With 4 stages, turn 6 is stage 2 in a round
-  of phase 1.
+  ring. The parity of a round is the phase that `Work.ready` waits for: with 4 stages, turn 6 is
+  stage 2 in a round of parity 1.
   """
 
   def __init__(self, cta: _Cta):
@@ -294,7 +295,7 @@ class _Consumer:
     return self.as_turn(self.one_tile(i, turn) + self.steps_of(i + 1))
 
   def steps_of(self, i: Any) -> Any:
-    """Steps of the CTA's tile i."""
+    """Steps of the CTA's tile i; past the end, those of the last of all tiles."""
     return self.cta.work.steps(self.cta.locate_clipped(i))
 
   def as_turn(self, used: Any) -> Any:
@@ -362,7 +363,7 @@ class _Consumer:
     work.epilogue(where, sums, self.cta.warpgroup, self.first_row)
 
   def one_scaled_step(self, where: Any, step: Any, carry: Any) -> Any:
-    """Adds a stage's products times their scales to the sums."""
+    """Adds a stage's products times their scales to the sums, and frees the stage."""
     cta, (turn, sums) = self.cta, carry
     assert cta.work.scales is not None
     stage = self.stage_of(turn)

@@ -1,10 +1,10 @@
-"""Rows times their group's matrices, on Hopper, with bias and activation in the epilogue.
+"""Each row times its group's matrices, on Hopper, with bias and activation in the epilogue.
 
     R  rows of the tiles      K, N  widths      G  groups      I  row tiles
     B  fp8's blocks of 128 along K              C  its blocks of 128 along N
 
-The layout pads each group to the row tile, so every tile belongs to one group and no load or store
-is ragged.
+The layout pads each group to whole tiles, so every tile belongs to one group, and no load or store
+needs a mask.
 """
 
 import dataclasses
@@ -215,7 +215,7 @@ class _Shape:
 
   @property
   def col_tiles(self) -> int:
-    """Tiles over N, the columns of a result."""
+    """Tiles over N, the columns of a result; an even number for pairs of "cols"."""
     return tiles_over(self.n, self.cols, 2 if self.tiling.pair == "cols" else 1)
 
   @property
@@ -225,7 +225,7 @@ class _Shape:
 
   @property
   def pair_in_one_group(self) -> bool:
-    """Whether a pair of CTAs always shares rhs: its two row tiles are one tile of the layout."""
+    """Whether every pair of CTAs shares rhs: a pair's two row tiles are one tile of the layout."""
     return self.tiling.pair == "rows" and self.divided == 2
 
   def check(self) -> None:
@@ -265,7 +265,7 @@ class _Shape:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-  """One CTA with its references to memory: how it finds a tile, and what it does for it.
+  """One CTA with its references to memory: how it finds a tile, and what it does for the tile.
 
   The coordinates of a tile are its row tile, its column tile, its group, and whether its pair
   shares rhs (see `locate_rows`).

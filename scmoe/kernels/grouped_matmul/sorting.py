@@ -2,9 +2,10 @@
 
     N  choices      G  groups (experts)      R  rows of the tiles      I  tiles
 
-XLA computes the sums over groups, the ranks and the scatter in a dozen kernels, each of which takes
-longer to launch than to run. This kernel needs one launch, because no thread block waits for
-another: every block adds up the groups' tiles for itself, and then writes its share of the result.
+XLA computes the sums over groups, the groups' order by size and the scatter in a dozen kernels, and
+each takes longer to launch than to run. This kernel needs one launch, because no thread block waits
+for another: every block adds up the groups' tiles for itself, and then writes its share of the
+result.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def sorted_rows_kernel(
 
   Args:
     sizes_G: int32, choices of each group.
-    group_KM: int32, group of each choice, first choices first; an id outside [0, G) is no choice.
+    group_KM: int32, group of each choice: all rows' first choices, then all second ones, and so on;
+      an id outside [0, G) is no choice.
     position_KM: int32, position of each choice among those of its group.
     num_tiles: I, the static bound of the number of tiles.
     tile: rows of a tile.
@@ -144,7 +146,7 @@ class _Program:
     return 3 * _WORD * self.groups
 
   def begin(self) -> str:
-    """own = the thread's number in the grid; thread = that in its block; block = the block's.
+    """own, thread = the thread's numbers in the grid and in its block; block = the block's number.
 
     Also sets `shared` to the address of shared memory, and `nobody` to -1.
     """
@@ -173,7 +175,7 @@ class _Program:
     )
 
   def add_up_tiles(self) -> str:
-    """Finds group i's first tile, and its place among the groups by falling number of tiles.
+    """Finds group i's first tile, its place by falling number of tiles, and the tiles in all.
 
     The thread walks all groups: `before` adds up the tiles of groups in front of i, `all` those of
     all groups, and `place` counts the groups with more tiles, or as many and in front of i. Every
@@ -214,11 +216,11 @@ class _Program:
     )
 
   def place_choice(self) -> str:
-    """Writes choice i's row t = first tile of its group · tile + position, and row t's choice.
+    """Writes choice i's row t = first tile of its group · tile + position, and at row t the choice.
 
-    A choice of no group gets row R, after all rows. Choices are numbered with all tokens' first
-    choices first: i is choice k = i // M of token m = i % M. At row t, copy_R becomes the choice's
-    number in the tokens' order, m·K + k, and token_R becomes m.
+    A choice of no group gets row R, after all rows, and is written at no row. Choices are numbered
+    with all tokens' first choices first: i is choice k = i // M of token m = i % M. At row t,
+    copy_R becomes the choice's number in the tokens' order, m·K + k, and token_R becomes m.
     """
     return ptx.lines(
       [
@@ -306,6 +308,6 @@ class _Program:
 
 
 def _store(out: str, index: str, value: str, *, only_if: str = "") -> str:
-  """out[index] = value, in global memory."""
+  """out[index] = value, in global memory, if the predicate `only_if` holds or is not given."""
   address = ptx.element_address("wide", out, index, _WORD)
   return ptx.lines([address, ptx.store_global("wide", value, only_if=only_if)])

@@ -28,9 +28,9 @@ def tiles_over(width: int, size: int, multiple: int = 1) -> int:
 def first_of(tile: Any, size: int, width: int) -> Any:
   """The first row or column of a tile.
 
-  If the size does not divide the width, the last tile ends where the width ends. It computes some
-  rows or columns of the tile before once more, and stores the same numbers: tiles of 128 on a width
-  of 320 begin at 0, 128 and 192.
+  A tile that would reach past the width ends where the width ends. It computes some rows or columns
+  of the tile before once more, and stores the same numbers: tiles of 128 on a width of 320 begin at
+  0, 128 and 192, and a fourth tile, for an even number, at 192 too.
   """
   if width % size == 0:
     return tile * size

@@ -4,6 +4,7 @@
 product that it did not measure takes its entry of `tiling_tables.TABLE`. A product without an
 entry, or with a result that is not of 2-byte elements, takes the first of `candidates`. That
 function orders tilings by rules on the widths, and has one for all widths that are multiples of 64.
+Products of fp8 operands all take `FP8`.
 """
 
 import contextlib
@@ -39,8 +40,8 @@ TWICE = 0.07  # The largest share of columns that tiles may compute twice.
 _RESERVED = 2_048  # Bytes of shared memory for barriers, biases and their alignment.
 
 # The tiling for fp8 operands. A stage is one block of `fp8` deep. The sums take registers beside
-# each stage's accumulators, so a tile has half the columns of others. This was the fastest of six
-# forms at OLMoE's and Mixtral's widths (experiments/LOG.md).
+# each stage's accumulators, so a tile has 128 columns, where other products may have 256. This was
+# the fastest of six forms at OLMoE's and Mixtral's widths (experiments/LOG.md).
 FP8 = Tiling(rows=128, cols=128, depth=128, stages=5, band=16, pair="rows")
 
 BANDS = (8, 4, 16, 32)  # the bands that `variants` offers for measuring
@@ -50,7 +51,7 @@ _recording = contextvars.ContextVar("recording", default=None)
 
 
 def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
-  """Bytes of shared memory of a product with 2-byte operands, with its stores' buffers."""
+  """Bytes of shared memory of a product with 2-byte operands: stages, stores' buffers, the rest."""
   stage = (tiling.rows + tiling.cols) * tiling.depth * 2
   stores = 2 * tiling.store_buffers * tiling.consumer_rows * 64 * out_itemsize
   return tiling.stages * stage + stores + _RESERVED
@@ -130,9 +131,9 @@ def _put_pingpong_first(result: list[Tiling], product: Product) -> None:
 
 
 def _insert_pairs(result: list[Tiling], product: Product, out_itemsize: int) -> None:
-  """Adds forms with pairs of CTAs: one for weights' gradients, and those of `PAIRS`.
+  """Adds forms with pairs of CTAs: one for one matrix's gradient ("weights"), and those of `PAIRS`.
 
-  The pair for weights' gradients comes first. It needs an even number of row tiles and no gather.
+  The pair for a gradient comes first. It needs an even number of row tiles and no gather.
   """
   paired = product.kind == "weights" and not product.gathered
   if paired and tiles_over(product.width, result[0].rows) % 2 == 0:
@@ -197,7 +198,8 @@ def choose(
 ) -> Tiling:
   """The tiling of a product with a 2-byte result: the user's measured one, or else the shipped one.
 
-  A result of other elements takes the first candidate.
+  A measured tiling counts only if it is among `variants`. A result of other elements takes the
+  first candidate.
 
   Args:
     kind, width, n, out_itemsize, gathered: as for `candidates`.

@@ -73,7 +73,7 @@ def first_form(rows: Sequence[tuple[Where, Tiling]], product: Product) -> Tiling
 
 
 def _narrow(pair: Literal["", "rows", "cols"] = "") -> Tiling:
-  """A ping-pong tile of 128 columns with all the stages that fit."""
+  """A ping-pong tile of 128 columns with six stages, which fit with one store buffer."""
   return Tiling(cols=128, stages=6, pingpong=True, band=8, store_buffers=1, pair=pair)
 
 
@@ -82,10 +82,11 @@ def _halved(band: int = 16) -> Tiling:
   return Tiling(rows=64, cols=256, stages=5, pingpong=True, band=band, store_buffers=1, pair="rows")
 
 
-# Products for which ping-pong tiles come before cooperative ones. With few steps, and in weights'
-# gradients, the epilogue of a tile weighs more than the traffic of its operands, and ping-pong
-# hides the epilogue. A product that gathers is better off with wide cooperative tiles, since narrow
-# tiles gather each row more often.
+# Products for which ping-pong tiles come before cooperative ones. With few steps, with an
+# activation, and in weights' gradients, the epilogue of a tile weighs more than the traffic of its
+# operands, and ping-pong hides the epilogue. A product that gathers, unless it is of "rows" and
+# has few steps, is better off with wide cooperative tiles, since narrow tiles gather each row more
+# often.
 PINGPONG_FIRST = (
   Where(("activated", "up", "weights"), gathered=False),
   Where(("rows", "dx"), width=(0, 512)),

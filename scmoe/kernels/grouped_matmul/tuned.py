@@ -80,9 +80,7 @@ def use(device_kind: str, found: Table) -> None:
 def stored(device_kind: str) -> Table:
   """The content of a kind of device's file; {} without a file, {} and a warning for a bad one."""
   file = file_of(device_kind)
-  if (
-    not file.is_absolute()
-  ):  # without a home folder nothing is read; `keep` refuses to write there too
+  if not file.is_absolute():  # there is no home folder; `keep` refuses to write then
     return {}
   try:
     return parsed(read_text(file, _MOST), device_kind)

@@ -1,4 +1,4 @@
-"""The inputs of an implementation of the experts' network: matrices, biases, how to compute."""
+"""Two inputs of an implementation of the experts' network: the weights, and how to compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scmoe.kernels.grouped_matmul.activations import Activation
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FFNWeights:
-  """Matrices and biases of G experts, as the module that holds them gives them to the kernels.
+  """Matrices and biases of G experts, for the kernels and XLA alike; or the gradients of these.
 
   Attributes:
     up_GDF: the first layer's matrices.
@@ -41,12 +41,12 @@ class FFNWeights:
 
   @property
   def up_biases(self) -> tuple[jax.Array | None, ...]:
-    """The biases in the order of `up_weights`."""
+    """The first layer's biases in the order of `up_weights`; None where there is none."""
     return (self.up_bias_GF,) if self.gate_GDF is None else (self.gate_bias_GF, self.up_bias_GF)
 
   @classmethod
   def of_layers(cls, ups, down_GFD, up_biases, down_bias_GD) -> FFNWeights:
-    """The weights made of `up_weights` and `up_biases`; with one of each there is no gate."""
+    """The weights with these `up_weights` and `up_biases`; with one of each there is no gate."""
     gate_GDF, gate_bias_GF = (ups[0], up_biases[0]) if len(ups) == 2 else (None, None)
     return cls(ups[-1], down_GFD, gate_GDF, up_biases[-1], down_bias_GD, gate_bias_GF)
 

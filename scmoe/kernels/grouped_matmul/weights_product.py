@@ -1,4 +1,4 @@
-"""The gradient of a group's matrices, on Hopper: lhs.T times rhs over the rows of each group.
+"""The gradients of a group's matrices, on Hopper: lhs.T times one or more rhs over a group's rows.
 
     R  rows of the tiles      M, N  widths of the result      G  groups
 
@@ -97,8 +97,8 @@ def weights_product(
   assert lhs_index_R is None or rhs_index_R is None
   fused_lhs, fused_rhs = lhs_index_R is not None, rhs_index_R is not None
   if (tiling.pair == "rows" and fused_rhs) or (tiling.pair == "cols" and fused_lhs):
-    # A pair cannot share the gathered operand. `tiling_tables.TABLE` may give a pair all the same,
-    # since its keys do not say which operand is gathered.
+    # A pair cannot share the gathered operand. `tiles.choose` may give a pair all the same, since
+    # the keys of its tables do not say which operand is gathered.
     tiling = dataclasses.replace(tiling, pair="")
   assert layout.runs == 1 or not (fused_lhs or fused_rhs), "rows in several runs are not gathered"
   operands = Operands(
@@ -180,12 +180,12 @@ class _Shape:
 
   @property
   def row_tiles(self) -> int:
-    """Tiles over M, the rows of a result."""
+    """Tiles over M, the rows of a result; an even number for pairs of "rows"."""
     return tiles_over(self.m, self.tiling.rows, 2 if self.tiling.pair == "rows" else 1)
 
   @property
   def col_tiles(self) -> int:
-    """Tiles over N, the columns of a result."""
+    """Tiles over N, the columns of a result; an even number for pairs of "cols"."""
     return tiles_over(self.n, self.cols, 2 if self.tiling.pair == "cols" else 1)
 
   @property
@@ -214,7 +214,7 @@ class _Shape:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-  """One CTA with its references to memory: how it finds a tile, and what it does for it."""
+  """One CTA with its references to memory: how it finds a tile, and what it does for the tile."""
 
   shape: _Shape
   gmem: Operands

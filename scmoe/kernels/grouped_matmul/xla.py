@@ -7,8 +7,8 @@ dense products behind `jax.lax.ragged_dot` cost G times as much. Tiles run one a
 tile must be large enough to fill the device, and small enough to waste little memory: see
 `choose_tile`. The experts' network takes a tile from its first product to its last, so that the
 arrays between them exist for one tile only. If every group is one tile (padded experts), one
-batched product serves all groups. The product is as fast as a kernel's, but XLA does not fuse the
-activation into its end.
+batched product serves all groups, except in `grouped_weights`. That product is as fast as a
+kernel's, but XLA does not fuse the activation into its end.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def backward(
     x_XD, dy_XD: rows of the input and of the gradient of s · y, both read as in `forward`.
     weights, layout, how, permutation: as in `forward`; fp8 is ignored.
     pre: the pre-activations that `forward` returned.
-    row_weight_R: s; 0 on padding.
+    row_weight_R: s; on a padding row s or the row of dy must be 0.
 
   Returns:
     dx_RD, the gradients of the weights in their types, and ds_R in the accumulation type.

@@ -42,7 +42,8 @@ _MOST_SHARED = 8  # most heads of queries whose projections one CTA finishes
 def cache_length(length: int, dtype: Any, width: int) -> int:
   """Positions to allocate for a cache that must hold `length` of them.
 
-  They are `length` rounded up to a multiple of 64 where the kernel runs, else `length` itself.
+  They are `length` rounded up to a multiple of 64 where the kernels run and take the dtype and the
+  width, else `length` itself.
   """
   if resolve_backend("auto", dtype, width) != "mosaic_gpu":
     return length
@@ -215,7 +216,7 @@ class PartialAttention:
     return (sums_HN / jnp.sum(self.weight_PH * share_PH, 0)[:, None]).astype(self.dtype)
 
   def __call__(self) -> Array:
-    """The joined result as one row, [1, `width`]."""
+    """The joined result as one row, [1, `width`], computed without a kernel."""
     return self.joined().reshape(1, -1)
 
 
@@ -293,8 +294,8 @@ def _warpgroups(rows: int) -> int:
 def _parts(length: int, heads: int, blocks: int) -> int:
   """P, the number of CTAs that share the cache of one row's head of keys.
 
-  Each CTA reads `blocks` blocks of 64 positions, or more if there would be more CTAs than
-  multiprocessors.
+  They are as many as it takes for each to read at most `blocks` blocks of 64 positions, unless all
+  heads' CTAs together would then outnumber the multiprocessors.
 
   Args:
     length: T.

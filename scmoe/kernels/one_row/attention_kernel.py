@@ -58,7 +58,7 @@ _PER_ROW, _PER_COLUMN = _TILE.reduce(1), _TILE.reduce(0)  # one number a row, on
 
 
 class _Seen(NamedTuple):
-  """The positions of the cache that count for a token, and the blocks that hold them.
+  """The first position that a token sees in the cache, and the blocks that hold what it sees.
 
   Attributes:
     first: the first position.
@@ -72,7 +72,7 @@ class _Seen(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-  """A running softmax for each row of a tile, that is for each query.
+  """A running softmax for each row of a tile, of which rows 0 to G - 1 hold queries.
 
   Attributes:
     most_M: each row's largest score so far.

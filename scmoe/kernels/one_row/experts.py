@@ -63,8 +63,9 @@ def forward(
 ) -> jax.Array:
   """Σ_c weight[c] · down(act(up(x))), or the gated form, over the choices' experts.
 
-  With a gated activation act(gate(x)) · up(x) stands for act(up(x)). Products, activation and sums
-  are in float32; the result is [1, D'] in the dtype of x. Not differentiable: see `expert_ffn`.
+  With a gated activation act(gate(x)) · up(x) stands for act(up(x)); in `clamped_swiglu` a function
+  of up(x) stands for up(x). Products, activation and sums are in float32; the result is [1, D'] in
+  the dtype of x. Not differentiable: see `expert_ffn`.
 
   Args:
     x_1D: the row, bfloat16 or float16.

@@ -44,7 +44,7 @@ def shares(width: int, num_experts: int) -> int:
 
 
 def sums_under_norm(row: Normalised, gate_DE: Array) -> tuple[Array, Array]:
-  """The normalised row, [1, D] in the dtype of x, and partial sums of its product with the gate.
+  """The normalised row y, [1, D] in the dtype of the row given, and partial sums of y · gate.
 
   The partial sums are float32 [64, E]; their sum over the first axis is the product. `shares` must
   not be 0 for the sizes. Not differentiable.

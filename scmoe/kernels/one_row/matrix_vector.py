@@ -188,8 +188,8 @@ def store_sums(sums, out, shared, barrier, own: Split, column):
   """Adds up the sums of the CTA's warpgroups, and writes the totals to `out`.
 
   `out` is [I, N]; this piece's columns of it are written. Each warpgroup adds up a quarter of the
-  piece's columns, but at least 128: the first two warpgroups add up 256 columns, and the others
-  none.
+  piece's columns, but at least 128: in a piece of 256 columns the first two warpgroups add up 128
+  each, and the others none.
   """
   wg, piece = lax.axis_index("wg"), max(own.columns // WARPGROUPS, WARPGROUP)
   for i, s in enumerate(sums):

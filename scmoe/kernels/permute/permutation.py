@@ -125,7 +125,8 @@ def _running_sums(count_CE: Array, largest: int) -> tuple[Array, Array]:
   """For each row the sum of the rows before it, and the sum of all rows.
 
   Products with a triangular matrix compute the sums of up to 512 rows, without rounding as long as
-  these sums stay below 2²⁴. Up to 16 rows are added one by one instead.
+  these sums stay below 2²⁴. More rows are cut into runs of 512, whose totals are added up in the
+  same way. Up to 16 rows are added one by one instead.
 
   Args:
     count_CE: int32 counts.

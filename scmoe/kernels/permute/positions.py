@@ -1,4 +1,4 @@
-"""Positions of choices among those of their expert, in one kernel on Hopper.
+"""Each choice's position among those of its expert, and each expert's count, by one Hopper kernel.
 
     N  choices      E  experts      L  E + 1 rounded up to a multiple of 32
 
@@ -7,8 +7,8 @@
    every bit of the expert's number (`match.any` is two to four times slower). One of these lanes
    advances the warp's count of the expert. The positions written here are preliminary: each counts
    the earlier choices of the same expert in the warp's own run.
-2. Each block replaces a warp's counts by the sum of the counts of the warps before it, and keeps
-   the sum over all its warps.
+2. Each block replaces the counts of each of its warps by the sum of the counts of the block's warps
+   before that one, and keeps the sum over all its warps.
 3. Each block adds up the sums of the blocks before it. The first block also adds up all blocks: the
    counts of the experts.
 4. Every warp walks its run once more and adds to each position the counts of the warps and blocks
@@ -278,7 +278,7 @@ class _Program:
     )
 
   def for_each_count(self, label: str, work: str) -> str:
-    """Runs the work once for every entry e of a row of counts; each entry has its own thread.
+    """Runs the work once for every entry e of a row of counts, in thread e % 1024.
 
     at = the address of entry e in the first warp's row.
     """
@@ -297,7 +297,7 @@ class _Program:
     )
 
   def add_up_warps(self) -> str:
-    """Replaces entry e of each warp by the sum of the warps before it; writes the block's sum."""
+    """Replaces entry e of each warp by the sum over the block's earlier warps; writes the total."""
     one = lambda warp: ptx.lines(
       [
         ptx.load_shared("t", "at", self.row_bytes * warp),
@@ -314,11 +314,10 @@ class _Program:
     )
 
   def add_up_blocks(self) -> str:
-    """Writes the sum of entry e over earlier blocks; the first block writes the total over all,
-    too.
+    """Writes the sum of entry e over earlier blocks; the first block also writes the whole total.
 
     The sum goes to shared memory. The total over all blocks is the count of expert e, and goes to
-    the result; entries from E on are of no expert.
+    the result; entries from E on are of no expert, and no total of them is written.
     """
     one = lambda rank: ptx.lines(
       [

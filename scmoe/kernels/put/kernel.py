@@ -1,4 +1,4 @@
-"""Rows written straight into the memory of other GPUs of the host, by one kernel on Hopper.
+"""Rows written straight into the memory of every GPU of a mesh axis, by one kernel on Hopper.
 
     M  rows at hand      K  copies of each      D  width      R  rows of every device's result
     W  ranks: the devices of one mesh axis      G  groups of a tiled result

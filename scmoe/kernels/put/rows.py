@@ -38,8 +38,8 @@ def put_rows(
   """Sends each row to its places on any rank; returns the rows and tags that arrive here.
 
   Every device of the axis calls this function. It is not differentiable. On a Hopper GPU one kernel
-  writes into the other GPUs' memory; elsewhere every rank gathers all rows and picks its own, which
-  costs W times the memory.
+  writes into the GPUs' memory; elsewhere every rank gathers all rows and picks those with places in
+  its own result, at W times the memory.
 
   Args:
     x_MD: this device's rows.

@@ -1,4 +1,4 @@
-"""Logits of a linear gate, and for each token the K experts with the largest logits.
+"""Logits of a linear gate, each token's K best experts, and perhaps their probabilities.
 
     T  tokens      D  model width      E  experts      K  experts per token
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from scmoe.base.errors import ConfigError, run_main
+from scmoe.base.errors import ConfigError, DataError, run_main
 from scmoe.base.sizes import size_of
 from scmoe.base.stored import write_json
 from scmoe.inference.offload.needs import Workload, needs
@@ -111,6 +111,8 @@ def main(argv: list[str]) -> None:
       raise ConfigError(f"--{name} is missing: {flag.help}")
   if values["chat"] and values["prompt"]:
     raise ConfigError("--prompt and --chat exclude each other: --chat reads prompts from the input")
+  if values["chat"] and sys.stdin is None:  # the shell closed it (<&-)
+    raise DataError("--chat reads standard input, which is closed; leave it open, or give --prompt")
   sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
   options = {name: values[name] for name in ("max_new_tokens", "seed")}
   session = Session(

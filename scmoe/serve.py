@@ -166,7 +166,10 @@ def _write(answers: list[dict[str, Any]], out: IO[str], name: str) -> None:
 
 def _opened(name: str, flag: str, files: contextlib.ExitStack) -> IO[str]:
   if name == "-":
-    stream = sys.stdin if flag == "input" else sys.stdout
+    stream: IO[str] | None = sys.stdin if flag == "input" else sys.stdout
+    if stream is None:  # the shell closed it (<&- or >&-)
+      kind = DataError if flag == "input" else StorageError
+      raise kind(f"--{flag}=- is a standard stream that is closed; give a file")
     # JSON is UTF-8, even if the terminal's encoding is another.
     if isinstance(stream, io.TextIOWrapper):
       stream.reconfigure(encoding="utf-8", errors="replace")

@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import importlib.util
+import io
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import jax
 import pytest
 from compiler import flags_of_one_device
 
-from scmoe import convert, evaluate, generate, profile, train
+from scmoe import convert, evaluate, generate, profile, serve, train
 from scmoe.base.errors import ScmoeError
 from scmoe.run import summary
 from scmoe.run.config_files import find_config, load_config
@@ -255,6 +256,32 @@ OF_COMMANDS = (
   (generate, ["--benchmark", "--rounds=0"], "--rounds=0 must be at least 1"),
   (evaluate, ["--workdir=a", "--json=."], "--json='.' is a folder; give a file"),
 )
+
+
+@pytest.mark.parametrize(
+  ("command", "typed", "stream", "words"),
+  [
+    (generate, ["--workdir=a", "--chat"], "stdin", "--chat reads standard input, which is closed"),
+    (serve, ["--model=a"], "stdin", "--input=- is a standard stream that is closed; give a file"),
+    (serve, ["--model=a"], "stdout", "--output=- is a standard stream that is closed; give a file"),
+    (
+      serve,
+      ["--model=.", "--output=x"],
+      "",
+      "inference.json is missing: scmoe.convert --inference",
+    ),
+  ],
+)
+def test_closed_streams_and_other_folders_are_one_line(
+  command, typed, stream, words, started, monkeypatch
+):
+  monkeypatch.setattr(command.sys, "stdin", io.StringIO())
+  if stream:  # as Python has it after `<&-` or `>&-`
+    monkeypatch.setattr(command.sys, stream, None)
+  with pytest.raises(ScmoeError) as refused:
+    command.main(typed)
+  assert words in str(refused.value)
+  assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("command", "typed", "words"), OF_COMMANDS)

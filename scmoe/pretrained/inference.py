@@ -63,6 +63,11 @@ class InferenceFolder:
         f"model={str(path)!r} is not a folder; make one with python -m scmoe.convert --workdir "
         "RUN --inference FOLDER"
       )
+    if not (self.path / MANIFEST).exists():
+      raise DataError(
+        f"{self.path / MANIFEST} is missing: scmoe.convert --inference writes such a folder from a "
+        "run; name a run in --workdir, and read a released model by scmoe.convert --from"
+      )
     self._manifest = _manifest(self.path / MANIFEST)
     self.dtype, self.step = self._manifest["dtype"], self._manifest["step"]
     self._texts = {name: self._text(name, crc) for name, crc in self._manifest["files"].items()}

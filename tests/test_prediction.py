@@ -293,7 +293,7 @@ def test_measured_steps_stand_beside_their_predictions():
 
 def test_tables_of_olmoe_are_those_of_the_dry_run():
   """The memory of every `mesh.shard_state`, and of moments in the host's memory."""
-  gib = lambda size: f"{size / 2**30:.2f}" if size else "–"
+  gib = lambda size: f"{size / 2**30:.2f}" if size >= 2**20 else "–"
   names = {
     "parameters": "parameters", "gradients": "gradients", "moments": "optimizer",
     "gathered parameters (estimate)": "gathered", "total": "total", "total on the device": "total",

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,17 +241,13 @@ def prediction(case: Measured) -> float:
   return 1e3 * work.run.model.num_pairs * makespan(times, best_slot(times))
 
 
-def table() -> Iterator[tuple[str, str, float, float]]:
-  """(name, link, predicted milliseconds, measured ones) of all steps."""
-  for case in MEASURED:
-    yield case.name, case.link or "–", prediction(case), case.milliseconds
-
-
-def lines() -> list[str]:
-  """The table of docs/scale.md."""
+def lines(cases: Sequence[Measured] = MEASURED) -> list[str]:
+  """The table of docs/scale.md, or only the rows of some of its steps."""
   found = ["| mesh, step | link | predicted, ms | measured, ms | error |", "|---|---|---|---|---|"]
-  for name, link, said, was in table():
-    found.append(f"| {name} | {link} | {said:.1f} | {was:.1f} | {said / was - 1:+.0%} |")
+  for case in cases:
+    said, was = prediction(case), case.milliseconds
+    times = f"{said:.1f} | {was:.1f} | {said / was - 1:+.0%}"
+    found.append(f"| {case.name} | {case.link or '–'} | {times} |")
   return found
 
 

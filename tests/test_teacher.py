@@ -12,7 +12,7 @@ import pytest
 
 from scmoe import convert, evaluate, train
 from scmoe.base.errors import CheckpointError, ConfigError, DataError, Preempted
-from scmoe.run import adapters, exported
+from scmoe.run import adapters, opened
 from scmoe.run.opened import open_run
 from scmoe.run.teacher import PINNED, open_teacher
 from scmoe.training.metrics import read_metrics
@@ -196,7 +196,7 @@ def test_a_run_begins_with_the_newest_step_that_is_left(root, tmp_path, monkeypa
 
 def test_a_conversion_takes_the_newest_step_again(root, tmp_path, monkeypatch, capsys):
   of = Path(shutil.copytree(root / "teacher", tmp_path / "of"))
-  removed = removing(monkeypatch, exported, "restore_stored")
+  removed = removing(monkeypatch, opened, "restore_stored")
   convert.main(["--workdir", str(of), "--inference", str(tmp_path / "out")])
   assert (removed, "step 2:" in capsys.readouterr().out) == ([4], True)
   with pytest.raises(CheckpointError, match="no valid checkpoint of step 4"):

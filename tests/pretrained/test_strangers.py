@@ -20,7 +20,7 @@ from scmoe.pretrained.folder import Folder
 from scmoe.pretrained.header import read_header, read_object
 from scmoe.pretrained.imported import SOURCE, import_model
 from scmoe.pretrained.inference import InferenceFolder
-from scmoe.run import exported as exporting
+from scmoe.run import opened as opening
 from scmoe.run.exported import export_inference, export_model
 from scmoe.training.restore import StepGone
 
@@ -194,7 +194,7 @@ def test_a_strangers_source_json_is_one_line(field, value, message, exported, tm
 
 
 def test_a_step_that_is_removed_meanwhile_is_chosen_again(exported, tmp_path, monkeypatch):
-  real, failed = exporting.restore_stored, []
+  real, failed = opening.restore_stored, []
 
   def restore(*args):
     if not failed:
@@ -202,7 +202,7 @@ def test_a_step_that_is_removed_meanwhile_is_chosen_again(exported, tmp_path, mo
       raise StepGone("no valid checkpoint of step 0")
     return real(*args)
 
-  monkeypatch.setattr(exporting, "restore_stored", restore)
+  monkeypatch.setattr(opening, "restore_stored", restore)
   export_model(exported / "run", tmp_path / "out")
   assert failed == [0]
   assert Folder(tmp_path / "out").entries

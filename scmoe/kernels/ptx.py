@@ -306,7 +306,7 @@ def load_shared(to: str, address: str, offset: int | None = None, *, only_if: st
 def store_shared(
   address: str, value: str, offset: int | None = None, *, kind: str = "s32", only_if: str = ""
 ) -> str:
-  """Writes a word of the block's shared memory; `kind` is its PTX type."""
+  """Writes a word of the block's shared memory; `kind` is the word's PTX type."""
   return _step(f"st.shared.{kind} {_at(address, offset)}, {value}", only_if)
 
 

@@ -71,5 +71,5 @@ def _block(hidden: int) -> int:
 
 def _block_bias(bias_GF: jax.Array, topology: Topology) -> jax.Array:
   """The part of the bias that belongs to each block's columns, [blocks, 1, side]."""
-  parts = bias_GF.reshape(-1, topology.block)  # row e·F / B + c: part c of expert e
+  parts = bias_GF.reshape(-1, topology.block)  # row n·e + c: part c of the n parts of expert e
   return parts[topology.column_indices][:, None, :]

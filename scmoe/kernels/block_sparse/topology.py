@@ -112,7 +112,7 @@ def moe_topology(layout: GroupLayout, hidden: int) -> Topology:
 
   Each block row belongs to one expert g and has F / block consecutive blocks from block column
   g·F / block on. The number of blocks is static, so that the host need not wait for the routing.
-  Block rows that no expert needs are padding: their blocks lie in the columns of expert G - 1.
+  Block rows that no expert needs are padding: their blocks lie in the columns of the last expert.
 
   Worked example: three rows of expert 0, none of expert 1, two of expert 2; blocks of two; F = 4.
   Block rows 0 and 1 belong to expert 0, block row 2 to expert 2, and block row 3 is not in use.

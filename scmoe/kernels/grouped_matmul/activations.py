@@ -1,5 +1,7 @@
 """Activations of experts and MLPs, with the derivatives the fused backward needs.
 
+    R  rows      F  width of a pre-activation
+
 A layer computes `a = act(h)` from one pre-activation, or `a = act(gate) * up` from two (the gated
 kinds). In `clamped_swiglu`, the kind of GPT-OSS, a function of `up` stands in place of `up`. Kinds
 differ only in these scalar functions, so one table of them serves the dense layers, the reference,
@@ -26,7 +28,7 @@ def _itself(up):
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-  """One kind of activation.
+  """One kind of activation: its scalar functions and their derivatives.
 
   Attributes:
     name: what the user writes.
@@ -192,7 +194,7 @@ def clamped(x: jax.Array, low: float | None, high: float) -> jax.Array:
 
 
 # GPT-OSS clamps the gate from above. It clamps the up projection from above and below, and adds 1
-# to the result.
+# to the clamped up projection.
 _STEEPNESS, _LIMIT = 1.702, 7.0
 
 

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def widths_have_kernels(dtype, *widths: int) -> bool:
-  """Whether the kernels take operands of this type and these widths, all multiples of 64.
+  """Whether the kernels take operands of this type and these widths: 64 must divide each width.
 
   Args:
     dtype: type of the operands; the kernels take bfloat16 and float16.

@@ -180,7 +180,10 @@ class _Program(RowCopier):
     )
 
   def send_row(self, condition: str, source: str) -> str:
-    """Starts to copy a row of shared memory to row `to` of the result, if the predicate holds."""
+    """Starts to copy the row at `source` in shared memory to row `to` of the result.
+
+    It does so only if the predicate `condition` holds.
+    """
     return ptx.lines(
       [
         ptx.element_address("wide", _OUT, "to", self.row_bytes, unsigned=True),

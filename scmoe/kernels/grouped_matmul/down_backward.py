@@ -345,7 +345,7 @@ class _Cta:
   # -- epilogue: results -------------------------------------------------------------------------
 
   def finish(self, where: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
-    """Stores a tile's weighted activation and gradients of pre-activations, and shares of ds."""
+    """Stores a consumer's part of a tile of the three results: s·A, dH and shares of ds."""
     shape = self.shape
     first, first_col = self.first_place(where, first_row)
     da_tile = accumulators[0][...]

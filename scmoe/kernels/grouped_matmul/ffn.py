@@ -187,7 +187,7 @@ def _by_rank(rows_RN: jax.Array, static: _Static) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _expert_ffn(rows_MD, weights, choices, tiles, static):
-  """The result where no gradient is asked for, without storing pre-activations.
+  """The result of `expert_ffn` where no gradient is asked for; pre-activations are not stored.
 
   Kernels for a single row compute it if `static.one_row`.
   """

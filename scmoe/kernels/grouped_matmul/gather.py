@@ -154,7 +154,7 @@ class _Gather:
     )
 
   def find_row_and_piece(self) -> str:
-    """row = the thread's row among the 16 of a pass; piece = its 16 bytes among each 128."""
+    """row = the thread's row of the 16 of a pass; piece = which 16 bytes of each 128 it copies."""
     return ptx.lines(
       [
         ptx.thread_of_block("thread"),

@@ -354,10 +354,12 @@ class TiledRows:
 
 
 def choices_layout(expert_TK: jax.Array, weight_TK: jax.Array, num_experts: int) -> RowLayout:
-  """The layout of tokens in place, with K weighted choices each; an id outside [0, E) is no expert.
+  """The layout of tokens in place, with K weighted choices each.
+
+  An id outside [0, num_experts) is no expert.
 
   Raises:
-    ValueError: the two do not have one shape [T, K], or the ids are not integers.
+    ValueError: the two arrays do not have one shape [tokens, K], or the ids are not integers.
   """
   if expert_TK.ndim != 2 or weight_TK.shape != expert_TK.shape:
     raise ValueError(

@@ -42,7 +42,7 @@ def grouped_matmul(
   backend: str = "auto",
   num_sms: int | None = None,
 ) -> jax.Array:
-  """Ragged matrix product: each group of rows times its own matrix, plus its bias if given.
+  """Ragged matrix product: each group of rows times its own matrix, plus its own bias if given.
 
   The counterpart of `jax.lax.ragged_dot(lhs, rhs, group_sizes)`, with the same arguments and
   result, at a cost that does not grow with the number of groups, but for padding to whole tiles, in

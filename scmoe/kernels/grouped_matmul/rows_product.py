@@ -379,7 +379,10 @@ class _Cta:
   # -- epilogue ----------------------------------------------------------------------------------
 
   def finish(self, where: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
-    """Makes a tile's outputs of the sums and stores them: biases, rounding, then the activation."""
+    """Stores a consumer's part of a tile's outputs: rounded sums with biases, and the activation.
+
+    `_Shape.with_results` and `_Shape.activation` say which of these are outputs.
+    """
     shape = self.shape
     row_tile, col_tile, *_ = where
     sums = [acc[...] for acc in accumulators]

@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels.grouped_matmul.pipeline import CONSUMERS, Tiling, tiled_smem
 
-CHUNK = 64  # columns of one store; 64 bf16 elements are one swizzle row
+CHUNK = 64  # columns of one store; 64 elements of 2 bytes are one swizzle row
 
 
 def store_buffers(tiling: Tiling, dtype: Any) -> Any:

@@ -51,7 +51,7 @@ _recording = contextvars.ContextVar("recording", default=None)
 
 
 def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
-  """Bytes of shared memory of a product with 2-byte operands: stages, stores' buffers, the rest."""
+  """Bytes of shared memory of a product with 2-byte operands, with stores' buffers and barriers."""
   stage = (tiling.rows + tiling.cols) * tiling.depth * 2
   stores = 2 * tiling.store_buffers * tiling.consumer_rows * 64 * out_itemsize
   return tiling.stages * stage + stores + _RESERVED
@@ -229,7 +229,7 @@ def choose(
 
 @contextlib.contextmanager
 def recorded() -> Iterator[dict[Key, None]]:
-  """Collects the keys of the products that `choose` tiles inside this context, in their order.
+  """Collects the keys of the products for which `choose` is called inside this context, in order.
 
   Only products with 2-byte results are collected.
   """

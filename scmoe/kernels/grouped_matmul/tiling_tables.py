@@ -121,8 +121,9 @@ DOWN_BACKWARD = (
   (Where(("down_backward",)), Tiling(stages=4, pingpong=True, band=8)),
 )
 
-# Device kind -> product -> a tiling that beat the first candidate there, timed in turns with the
-# others (experiments/kernels). The comment above a line gives its time, then that of other tilings.
+# Device kind -> product -> a tiling that beat the first candidate there, timed in turns with other
+# tilings (experiments/kernels). The comment above a line gives its time, then that of other
+# tilings.
 TABLE: dict[str, dict[Key, Tiling]] = {
   "NVIDIA H200": {
     # 6.521 ms with equal groups, 6.741 ms with skewed ones; with single CTAs 7.266 and 7.274 ms

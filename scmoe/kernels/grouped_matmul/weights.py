@@ -1,4 +1,7 @@
-"""Two inputs of an implementation of the experts' network: the weights, and how to compute."""
+"""Two inputs of an implementation of the experts' network: the weights, and how to compute.
+
+G  experts      D  model width      F  expert width
+"""
 
 from __future__ import annotations
 

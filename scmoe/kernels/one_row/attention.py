@@ -56,6 +56,9 @@ def takes(q_BSHN: Array, k_BTKN: Array, v_BTKM: Array, backend: str = "auto") ->
   It needs one token per row, one 16-bit float type for all, heads of width 64 or 128, keys and
   values of equal shape with a length that is a multiple of 64, at most 64 query heads per key head,
   and the kernels' backend.
+
+  Raises:
+    ValueError: for such sizes, the backend is unknown or "mosaic_gpu" cannot take the type.
   """
   heads, width = q_BSHN.shape[2:]
   length, kv_heads = k_BTKN.shape[1:3]

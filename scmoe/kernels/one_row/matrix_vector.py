@@ -34,7 +34,7 @@ from scmoe.kernels.launch import compiled
 
 WARPGROUP = 128  # Threads of a warpgroup.
 WARPGROUPS = 4  # Warpgroups of a CTA; each takes a quarter of the CTA's rows.
-_IN_FLIGHT = 64  # Weights that a thread has begun to load and not yet used.
+_IN_FLIGHT = 64  # Weights that a thread loads ahead, while it multiplies those loaded before.
 # Columns of a piece: a thread loads 4, 8 or 16 bytes of a row of 16-bit floats at once.
 _COLUMNS = (256, 512, 1024)
 
@@ -133,7 +133,7 @@ def place():
 
 
 def one_of(expert, matrices):
-  """An expert's index, clipped to those of `matrices`; the caller drops other indices' products."""
+  """An expert's index, clipped to those that `matrices` has; callers drop a clipped one's sums."""
   return jnp.clip(expert, 0, matrices.shape[0] - 1)
 
 

@@ -27,6 +27,9 @@ def takes(x_BD: Array, backend: str = "auto") -> bool:
 
   It takes one row of 16-bit floats, with D a multiple of 256 and at most 8192, where the backend is
   the kernels'.
+
+  Raises:
+    ValueError: for such a D, the backend is unknown or "mosaic_gpu" cannot take the type of x.
   """
   width = x_BD.shape[-1]
   fits = x_BD.size == width and width % _MULTIPLE == 0 and width <= _WIDEST

@@ -28,7 +28,7 @@ from jax import Array, lax
 from scmoe.kernels import launch
 from scmoe.kernels.permute import positions
 
-_BLOCK = 32  # Choices of a block, compared with each other; with 128 this takes 4 times as long.
+_BLOCK = 32  # Choices that are compared with each other; blocks of 128 take 4 times as long.
 _SUMMED = 512  # The most rows whose running sums one product computes.
 _ADDED = 16  # The most rows that are added one by one, in additions that XLA makes one kernel.
 
@@ -161,7 +161,7 @@ def _running_sums(count_CE: Array, largest: int) -> tuple[Array, Array]:
 
 
 def take_rows(x_MN: Array, index_R: Array) -> Array:
-  """Row index[r] of x for each r; zeros where the index is outside [0, M)."""
+  """Row index[r] of x for each r; zeros where the index is negative or past x's last row."""
   if not x_MN.shape[0]:
     return jnp.zeros((*index_R.shape, *x_MN.shape[1:]), x_MN.dtype)
   # As an unsigned number a negative index is a large one, so one comparison tests both bounds. XLA
@@ -172,7 +172,7 @@ def take_rows(x_MN: Array, index_R: Array) -> Array:
 
 
 def take_words(x_MN: Array, index_R: Array) -> Array:
-  """Row index[r] of x for each r, moved in words of 4 bytes; zeros if index[r] is outside [0, M).
+  """Does `take_rows` in words of 4 bytes.
 
   A row must be an even number of 2-byte elements. XLA's gather moves a fixed number of elements a
   second, whether these have 2 or 4 bytes, so `take_rows` would take twice as long. Not

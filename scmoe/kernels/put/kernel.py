@@ -41,7 +41,7 @@ from scmoe.kernels.row_copier import (
 )
 
 BLOCKS = 32  # Thread blocks by default, each on a multiprocessor of its own.
-_SENDING = 4  # Of a warp's 8 stages, those that its copies may still read while it goes on.
+_SENDING = 4  # Of a warp's 8 stages, those that outgoing copies may read while the warp goes on.
 _COPIED = 16  # A bulk copy moves a multiple of so many bytes.
 _ADDRESS = 8  # Bytes of an address in global memory.
 MOST_RANKS = 8

@@ -68,7 +68,7 @@ class PartialLogits(NamedTuple):
 def gate_under_norm(
   row: Normalised, gate_DE: Array, *, fp32: bool = True, backend: str = "auto"
 ) -> PartialLogits | None:
-  """A token's norm and its product with a gate, in one kernel; None if that kernel does not run.
+  """A normalised token and its product with a gate, by one kernel; None if that does not run.
 
   Where a gradient is asked for, XLA computes the result and the gradient.
 

@@ -107,6 +107,7 @@ def test_other_text_is_read_with_the_gates_of_a_task(workdir, tmp_path):
     evaluate.evaluate_run(str(workdir), changed=other)
 
 
+@pytest.mark.nightly
 def test_a_converted_task_writes_what_the_run_writes(workdir, tmp_path):
   folder = tmp_path / "model"
   convert.main(["--workdir", str(workdir), "--inference", str(folder), "--task", "recall"])
@@ -116,7 +117,7 @@ def test_a_converted_task_writes_what_the_run_writes(workdir, tmp_path):
 
 
 def test_inspection_probes_each_row_with_its_gate(workdir):
-  found = inspect_run(str(workdir), batches=2, gradients=True)
+  found = inspect_run(str(workdir), batches=2)
   assert found.domains == ("chains", "recall")
   load = np.asarray(found.probe.domain_load_GDE)
   np.testing.assert_allclose(load.sum(-1), 1, rtol=1e-5)

@@ -51,6 +51,7 @@ class LossSums:
     router: sums per MoE layer [layers, ...], or None.
     bias_range: Σ over microbatches of (largest - smallest balancing bias), per layer, or None.
     divergence: Σ weight · divergence from a teacher (`scmoe.models.distillation`), or None.
+    distance: Σ weight · distance from a teacher's hidden states (`hidden_distance`), or None.
     correct_5: Σ weight · [one of the five best guesses is right], of images, or None.
     preference: sums over pairs of answers by name (`scmoe.models.preference`), or None.
     tasks: `nats` and `weight` of each task, float32 [tasks], by name (`scmoe.models.multitask`), or
@@ -64,6 +65,7 @@ class LossSums:
   router: RouterSums | None
   bias_range: Array | None = None
   divergence: Array | None = None
+  distance: Array | None = None
   correct_5: Array | None = None
   preference: dict[str, Array] | None = None
   tasks: dict[str, Array] | None = None
@@ -346,7 +348,13 @@ class RoutedObjective(abc.ABC):
 
 
 class LanguageModelObjective(RoutedObjective):
-  """Cross-entropy of the next token of a `GPT`, and the losses of its routers."""
+  """Cross-entropy of the next token of a `GPT`, and the losses of its routers.
+
+  Attributes:
+    hidden: whether the model's output has the residual stream after every block (`Pass.hidden`).
+  """
+
+  hidden = False
 
   def route(
     self,
@@ -366,6 +374,7 @@ class LanguageModelObjective(RoutedObjective):
         router=router,
         gate=model.gates_of(batch, (router or {}).get("turn", 0)),
         remat=self.remat,
+        hidden=self.hidden,
         gradient_totals=totals,
       )
       for model, batch, rng in zip(models, batches, rngs)
@@ -379,8 +388,8 @@ class LanguageModelObjective(RoutedObjective):
   def of_text(self, model: GPT, out: Output, batch: Batch) -> dict[str, Array]:
     """This device's sums over a microbatch: `nats` and `correct` of `LossSums`.
 
-    A subclass may add `divergence`, and `loss`, a sum that is then differentiated instead of
-    `nats`.
+    A subclass may add other fields of `LossSums`, and `loss`, a sum that is then differentiated
+    instead of `nats`.
     """
     nats, correct = model.embedding.summed_losses(out.h_BSD, batch.targets, batch.weights)
     return {"nats": nats, "correct": correct}

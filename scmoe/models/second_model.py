@@ -62,4 +62,5 @@ class WithSecondModel(LanguageModelObjective):
     model: GPT = nnx.merge(self.second, self.given["params"])
     mask_BS = batch.segment_ids > 0
     options = {"mask_BS": mask_BS, "router": self.given["router"], "no_drop": True}
+    options |= {"hidden": self.hidden}
     return model, model(batch.inputs, Pass(batch.positions, batch.segment_ids, **options))

@@ -322,7 +322,7 @@ def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:
 
   Raises:
     ConfigError: the teacher does not fit the mesh, has fewer positions than the student's
-      sequences, or another vocabulary.
+      sequences, another vocabulary, or, with `train.teacher_hidden`, layers of other sizes.
   """
   name, theirs, own = f"train.teacher={run.train.teacher!r}", teacher.model, run.model
   if theirs.vocab_size != own.vocab_size:
@@ -334,6 +334,12 @@ def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:
     raise ConfigError(
       f"{name} has model.context={theirs.context}, data.seq_len={run.data.seq_len} is longer; use "
       f"at most {theirs.context}"
+    )
+  sizes = [f"model.width={m.width} and model.num_layers={m.num_layers}" for m in (theirs, own)]
+  if run.train.teacher_hidden and sizes[0] != sizes[1]:
+    raise ConfigError(
+      f"{name} has {sizes[0]}, this run {sizes[1]}; their hidden states cannot be compared: use "
+      "train.teacher_hidden=0"
     )
   experts = theirs.num_experts if theirs.wiring_rule.taps else 0
   if experts % mesh.shape["expert"]:
@@ -366,6 +372,7 @@ def make_objective(
       teacher.graph,
       share=run.train.teacher_share,
       temperature=run.train.teacher_temperature,
+      hidden_share=run.train.teacher_hidden,
       remat=run.train.remat,
     )
   return modality_of(run).make_objective(run, graph)

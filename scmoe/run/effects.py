@@ -285,13 +285,13 @@ RULES = (
     "set data.source=preference",
   ),
   _Rule(
-    ("train.teacher_share", "train.teacher_temperature"),
+    ("train.teacher_share", "train.teacher_temperature", "train.teacher_hidden"),
     lambda run: run.data.reads_preferences,
     "the teacher is the reference of data.source='preference'",
     "set train.preference_beta",
   ),
   _Rule(
-    ("train.teacher_share", "train.teacher_temperature"),
+    ("train.teacher_share", "train.teacher_temperature", "train.teacher_hidden"),
     lambda run: not run.train.teacher,
     "train.teacher='' means no teacher",
     "set train.teacher, e.g. runs/teacher",

@@ -80,6 +80,8 @@ class Teacher:
     else:
       heat = train.teacher_temperature
       name, use = "teacher", f"{train.teacher_share:g} of the loss, at temperature {heat:g}"
+      if train.teacher_hidden:
+        use += f"; hidden states weigh {train.teacher_hidden:g}"
     return (
       f"{name:12} {self.path} at step {self.step}: {total} parameters, {model.num_experts} "
       f"experts; {use}"

@@ -44,6 +44,13 @@ class TrainConfig(Options, path="train"):
   teacher_temperature: float = option(
     2.0, "divides the scores of both before they are compared", minimum=0.01
   )
+  teacher_hidden: float = option(
+    0.0,
+    "adds this times the squared distance of both models' hidden states after each pair, relative "
+    "to the teacher's length, to the loss; teacher and model have the same width and layers; 0: "
+    "scores alone",
+    minimum=0,
+  )
   preference_beta: float = option(
     0.1,
     "data.source=preference: how much a difference of log-probabilities from the reference counts",

@@ -114,6 +114,7 @@ _SINCE = {
     "teacher": "",
     "teacher_share": 0.5,
     "teacher_temperature": 2.0,
+    "teacher_hidden": 0.0,
     "preference_beta": 0.1,
     "reference_free": False,
   },

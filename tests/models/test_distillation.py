@@ -147,3 +147,73 @@ def test_a_teacher_that_does_not_fit_is_one_line(mesh, changed, words):
   with pytest.raises(ConfigError, match=words) as caught:
     build(student(mesh), jax.devices()[: mesh.size], teacher=given)
   assert "\n" not in str(caught.value)
+
+
+# -- hidden states --------------------------------------------------------------------------------
+
+PAIRS = {"width": 16, "num_experts": 4, "top_k": 1, "num_layers": 4, "moe_every": 2}
+
+
+def step_with_hidden(mesh):
+  """A step of one microbatch of four layers, with a teacher of the same width, on a mesh."""
+  run = student(mesh, teacher_hidden=1.5)
+  run = dataclasses.replace(run, model=dataclasses.replace(run.model, num_layers=4))
+  built = build(run, jax.devices()[: mesh.size], teacher=teacher(**PAIRS))
+  return built, *one_step(built, batch_of(1), given_of(built.teacher))
+
+
+@pytest.fixture(scope="module")
+def with_hidden():
+  return step_with_hidden(MeshConfig(1, 1, 1))
+
+
+def test_hidden_states_are_compared_after_each_pair(with_hidden):
+  """The oracle runs both models, slices their streams by hand and differentiates by itself."""
+  built, before, _, scalars = with_hidden
+  taught = built.teacher.model(jax.tree.map(jnp.asarray, before.teacher["params"]))
+  batch = jax.tree.map(lambda x: jnp.asarray(x[0]), batch_of(1))
+  # The same loss without hidden states, of which `test_the_plain_loss...` holds every term.
+  plain = dataclasses.replace(built.run.train, teacher_hidden=0.0)
+  scores = build(
+    dataclasses.replace(built.run, train=plain), jax.devices()[:1], teacher=built.teacher.run
+  ).objective
+  assert isinstance(scores, Distillation)
+  assert not scores.hidden
+
+  def loss(params):
+    given = Pass(batch.positions, batch.segment_ids, mask_BS=batch.segment_ids > 0, hidden=True)
+    s = built.model(params)(batch.inputs, given).hidden_LBSD
+    other = dataclasses.replace(given, router=before.teacher["router"], no_drop=True)
+    t = taught(batch.inputs, other).hidden_LBSD
+    assert s.shape == t.shape == (4, 4, 16, 16)
+    apart = 0.0
+    for layer in (1, 3):
+      difference = jnp.linalg.norm(s[layer] - t[layer], axis=-1) / jnp.linalg.norm(
+        t[layer], axis=-1
+      )
+      apart = apart + (difference**2 * batch.weights).sum() / batch.weights.sum() / 2
+    rest = scores.taught(before.teacher).loss(params, {}, batch, None)[0]
+    return rest + 1.5 * apart, apart
+
+  (wanted, apart), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(before.params)
+  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5)
+  close(scalars["hidden_distance"], apart)
+  close(scalars["objective"], wanted)
+  close(scalars["grad_norm"], np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(grads))))
+  assert apart > 0.1  # random models are apart: the term counts
+
+
+def test_a_mesh_compares_the_same_hidden_states(with_hidden):
+  _, _, state, scalars = step_with_hidden(MeshConfig(2, 2, 2))
+  for name in ("objective", "hidden_distance", "grad_norm"):
+    np.testing.assert_allclose(scalars[name], with_hidden[3][name], rtol=2e-5, err_msg=name)
+  close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5)
+  jax.tree.map(close, state.params, with_hidden[2].params)
+
+
+def test_hidden_states_of_other_sizes_are_refused():
+  with pytest.raises(
+    ConfigError, match=r"has model.width=24 and model.num_layers=2, this run"
+  ) as e:
+    build(student(teacher_hidden=1.0), jax.devices()[:1], teacher=teacher())
+  assert "\n" not in str(e.value)

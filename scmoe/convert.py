@@ -35,7 +35,7 @@ from scmoe.run.command_line import HELP, Flag, check_environment, help_text, par
 from scmoe.run.exported import export_inference, export_model
 from scmoe.run.names import check_workdir
 from scmoe.run.rearranged import Source, place_run, prune_run
-from scmoe.run.upcycled import is_run, upcycle_run
+from scmoe.run.upcycled import Fit, is_run, upcycle_run
 
 FLAGS = (
   Flag(
@@ -103,7 +103,15 @@ FLAGS = (
     "text",
     str,
     "",
-    "with --place, --prune by=use: file or folder of text in place of the validation text",
+    "with --place, --prune by=use: file or folder of text in place of the validation text; with "
+    "--fit: in place of the run's training text",
+  ),
+  Flag(
+    "fit",
+    int,
+    0,
+    "with --upcycle of a run: training sequences to which the norm of the new shortcut is fitted, "
+    "e.g. 1000; 0: it stays a copy",
   ),
   HELP,
 )
@@ -124,19 +132,28 @@ def main(argv: list[str]) -> None:
       "give one of: --from FOLDER to read a released model, --to FOLDER to write one, --inference "
       "FOLDER to write a folder for inference"
     )
-  if lost := next((name for name in ("start", "text") if values[name]), None):
-    raise ConfigError(f"--{lost} goes with --place or --prune; leave it out")
+  names = ("start",) if values["fit"] else ("start", "text")
+  if lost := next((name for name in names if values[name]), None):
+    others = ", or with --fit" if lost == "text" else ""
+    raise ConfigError(f"--{lost} goes with --place or --prune{others}; leave it out")
+  if values["fit"] < 0:
+    raise ConfigError(f"--fit={values['fit']} is no number of sequences; give e.g. --fit=1000")
   if values["from"] and values["task"]:
     raise ConfigError("--task goes with --to and --inference, which write the model of one task")
   if values["from"]:
     options: dict[str, Any] = {"mesh": values["mesh"], "upcycle": values["upcycle"]}
     if is_run(source := expanded(values["from"], "--from")):
-      return print(upcycle_run(source, workdir, step=step, ema=values["ema"], **options))
+      fit = Fit(values["fit"], values["text"]) if values["fit"] else None
+      return print(upcycle_run(source, workdir, step=step, ema=values["ema"], fit=fit, **options))
+    if values["fit"]:
+      raise ConfigError(
+        "--fit goes with --from RUN; make the released model a run first, without --upcycle"
+      )
     if values["ema"] or step is not None:
       raise ConfigError("--ema and --step are of a run; a released model has neither")
     return print(import_model(values["from"], workdir, **options))
-  if values["upcycle"]:
-    raise ConfigError("--upcycle goes with --from: it starts a run from another model")
+  if values["upcycle"] or values["fit"]:
+    raise ConfigError("--upcycle and --fit go with --from: they start a run from another model")
   options = {name: values[name] for name in ("dtype", "mesh", "ema", "task")} | {"step": step}
   write = export_model if values["to"] else export_inference
   flag = "to" if values["to"] else "inference"
@@ -155,7 +172,8 @@ def _rearranged(values: Mapping[str, Any], workdir: Path, step: int | None) -> s
   flag = "place" if values["place"] else "prune"
   if not values["from"]:
     raise ConfigError(f"--{flag} reads a run and makes another one: give --from RUN, --workdir NEW")
-  if lost := next((n for n in ("to", "inference", "dtype", "upcycle", "task") if values[n]), None):
+  without = ("to", "inference", "dtype", "upcycle", "task", "fit")
+  if lost := next((name for name in without if values[name]), None):
     raise ConfigError(f"--{lost} has no effect with --{flag}; leave it out")
   if values["start"] and flag == "place":
     raise ConfigError("--start goes with --prune; leave it out")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from scmoe.pretrained.stream import leaves_of
 from scmoe.pretrained.upcycle import plan
 from scmoe.run import build, placement
 from scmoe.run.opened import open_run
+from scmoe.run.upcycled import check_fit
 from scmoe.training.metrics import read_metrics
 from scmoe.training.restore import restore_stored
 
@@ -180,3 +182,45 @@ def test_the_shortcut_begins_with_the_norm_of_the_experts(root, source, norm):
   assert (found.norm, found.norm_of_layer_before) == norm
   assert found.model.top_k == 2  # top2 has two experts a token whatever model.top_k says
   assert found.model.shortcut_norm == "own"
+
+
+def test_the_norm_is_fitted_to_text(root, capsys):
+  made(root, "fitted", "wiring=farskip", "--fit=20", f"--text={root / 'text.txt'}")
+  said = capsys.readouterr().out
+  assert "stages.units.0.own_norm.scale: fitted to what the experts read in the source" in said
+  copied, fitted = re.findall(r"(?:copied|fitted) (\d+\.\d+)", said)
+  assert float(fitted) < float(copied)
+  found, source = leaves(root / "fitted", 0), leaves(root / "teacher", 3)
+  assert not np.array_equal(
+    found[f"{UNIT}own_norm.scale"], source[f"{UNIT}blocks.1.norm_mlp.scale"]
+  )
+  others = found.keys() & source.keys()
+  jax.tree.map(np.testing.assert_array_equal, *({n: x[n] for n in others} for x in (found, source)))
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    (["--upcycle=wiring=top2", "--fit=5"], "norm of a shortcut, which wiring='top2' lacks"),
+    (["--upcycle=wiring=farskip", "--fit=-1"], "--fit=-1 is no number of sequences"),
+    (
+      ["--upcycle=wiring=farskip", "--text=x"],
+      "--text goes with --place or --prune, or with --fit",
+    ),
+    (["--upcycle=wiring=farskip", "--fit=5", "--mesh=data=2"], "one device, got a mesh of 2"),
+  ],
+)
+def test_what_cannot_be_fitted(root, argv, words):
+  flags = [f"--from={root / 'teacher'}", f"--workdir={root / 'new'}", "--mesh=data=1"]
+  with pytest.raises(ConfigError, match=words) as caught:
+    convert.main([*flags, *argv])
+  assert "\n" not in str(caught.value)
+  assert not (root / "new").exists()
+
+
+def test_experts_that_move_read_what_they_read_before(root):
+  run = open_run(str(root / "teacher"), 3).run
+  model = dataclasses.replace(run.model, moe_every=1).resolve()
+  planned = plan("wiring=scmoe_pos2", model, run.router)
+  with pytest.raises(ConfigError, match="--fit has nothing to fit: under wiring='scmoe_pos2'"):
+    check_fit(run, planned, 1)

@@ -1,14 +1,17 @@
 """Makes a run of this project step 0 of a run with another wiring: `scmoe.convert --from RUN`.
 
 `scmoe.pretrained.upcycle` says which parameter becomes which; `scmoe.pretrained.imported` does the
-same with a released model's folder.
+same with a released model's folder. With text, the norm of a new shortcut can be fitted
+(`scmoe.inference.norm_fit`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from jax import Array
@@ -18,17 +21,21 @@ from scmoe.base.sizes import number
 from scmoe.base.stored import write_json
 from scmoe.data import Tokenizer
 from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
+from scmoe.inference.norm_fit import FittedNorm, fit_norms
 from scmoe.models.flops import count_parameters
 from scmoe.pretrained.imported import check_new, new_run, said_of, save_start, upcycled
 from scmoe.pretrained.inference_files import MANIFEST
+from scmoe.pretrained.stream import nested
 from scmoe.pretrained.upcycle import Upcycling, plan
 from scmoe.run import build, placement
 from scmoe.run.config import RunConfig
-from scmoe.run.modality import needs_text
+from scmoe.run.modality import modality_of, needs_text
 from scmoe.run.opened import Stored, open_run, weights_of
 from scmoe.run.text import load_tokenizer, store_tokenizer
 from scmoe.training.options import TrainConfig
 from scmoe.training.restore import FOLDER, list_steps, with_newest
+
+_OWN_NORM = "params.stages.units.0.own_norm."
 
 
 def is_run(path: Path) -> bool:
@@ -45,6 +52,18 @@ def is_run(path: Path) -> bool:
   return bool(list_steps(path / FOLDER))
 
 
+class Fit(NamedTuple):
+  """Text to which the norm of a new shortcut is fitted.
+
+  Attributes:
+    sequences: number of training sequences.
+    text: file or folder; "": the data of the source.
+  """
+
+  sequences: int
+  text: str = ""
+
+
 def upcycle_run(
   path: Path,
   workdir: Path,
@@ -53,6 +72,7 @@ def upcycle_run(
   step: int | None = None,
   mesh: str = "",
   ema: bool = False,
+  fit: Fit | None = None,
 ) -> str:
   """Makes a run's model step 0 of a run of another architecture; returns lines for the user.
 
@@ -66,10 +86,12 @@ def upcycle_run(
     step: step of the source's checkpoint; None: the newest.
     mesh: see `--mesh`.
     ema: the moving average of the source's weights instead of its weights.
+    fit: the text to which the norm of the new shortcut is fitted; None: it stays a copy.
 
   Raises:
     ConfigError: the request is empty or does not fit the source, the source reads images or keeps
-      no average, or the workdir has a run already.
+      no average, the workdir has a run already, or there is no norm to fit.
+    DataError: the text to fit to cannot be read.
     CheckpointError: there is no such step, or it is damaged.
     StorageError: the new run cannot be written.
   """
@@ -93,8 +115,18 @@ def upcycle_run(
   stored, tokenizer, source, planned, leaves = with_newest(opened_step, step)
   run = _begun(source.run, planned, tokenizer, workdir)
   built = build.build(run, list(source.mesh.devices.flat))
+  if fit:
+    check_fit(source.run, planned, source.mesh.size)
+  fitted: list[str] = []
   with new_run(workdir) as keeper:
     found, begun = upcycled(leaves, built, planned)
+    if fit:
+      norm = _fitted(fit, path, (source, leaves), (built, found))
+      for part, value in (("scale", norm.scale_LD), ("bias", norm.bias_LD)):
+        if value is not None:
+          found[_OWN_NORM + part] = jax.device_put(value, found[_OWN_NORM + part].sharding)
+          begun[_OWN_NORM + part] = "fitted to what the experts read in the source"
+      fitted = _said(norm)
     store_tokenizer(tokenizer, workdir)
     write_json(workdir / "config.json", built.config)
     save_start(keeper, built, found)
@@ -103,6 +135,7 @@ def upcycle_run(
     f"{stored.run.model.wiring} of {path}, step {stored.step}: {number(counts.total)} parameters "
     f"({number(counts.active)} active) in {time.monotonic() - started:.1f} s",
     said_of(run.model, begun),
+    *fitted,
     f"next: python -m scmoe.evaluate --workdir {workdir}",
     f"      python -m scmoe.train --config_json {workdir}/config.json --workdir {workdir} "
     f"--config.train.teacher={path}",
@@ -119,7 +152,8 @@ def _begun(source: RunConfig, planned: Upcycling, tokenizer: Tokenizer, workdir:
     # A schedule names steps, of which another wiring has others.
     overlap = dataclasses.replace(overlap, schedule=type(overlap)().schedule)
   usual = TrainConfig()
-  names = ("init_from", "stop_after", "teacher", "teacher_share", "teacher_temperature")
+  names = ("init_from", "stop_after", "teacher", "teacher_share", "teacher_temperature",
+           "teacher_hidden")  # fmt: skip
   train = dataclasses.replace(source.train, **{name: getattr(usual, name) for name in names})
   run = dataclasses.replace(
     source,
@@ -131,3 +165,68 @@ def _begun(source: RunConfig, planned: Upcycling, tokenizer: Tokenizer, workdir:
     lora=type(source.lora)(),
   )
   return run.resolve(num_devices=jax.device_count(), vocab_size=0)
+
+
+def check_fit(source: RunConfig, planned: Upcycling, devices: int) -> None:
+  """Checks that the new model has a norm that can be fitted.
+
+  Raises:
+    ConfigError: it has none, or its experts read what they read in the source.
+  """
+  model = planned.model
+  if not model.wiring_rule.is_shortcut or model.shortcut_norm == "shared":
+    raise ConfigError(
+      f"--fit is of the norm of a shortcut, which wiring={model.wiring!r} lacks; leave --fit out"
+    )
+  if planned.moves:
+    raise ConfigError(
+      f"--fit has nothing to fit: under wiring={model.wiring!r} with model.moe_every=1 the experts "
+      "move to the next layer and read what they read before; leave --fit out"
+    )
+  if not planned.norm or not source.model.wiring_rule.taps or source.model.dense_indices:
+    raise ConfigError(
+      "--fit needs a source of another wiring, with experts and without model.dense_layers; leave "
+      "--fit out"
+    )
+  if devices > 1:
+    raise ConfigError(f"--fit runs on one device, got a mesh of {devices}; give --mesh=data=1")
+
+
+def _fitted(
+  fit: Fit,
+  path: Path,
+  source: tuple[build.Built, dict[str, Array]],
+  new: tuple[build.Built, dict[str, Array]],
+) -> FittedNorm:
+  """The new model's norm, fitted to the first training sequences of the text.
+
+  Args:
+    fit: the text.
+    path: folder of the source, which holds its tokenizer.
+    source, new: the two models, and their parameters and router state by dotted name.
+  """
+  run = source[0].run
+  data = dataclasses.replace(run.data, source="auto", path=fit.text, mixture="") if fit.text else (
+    run.data)  # fmt: skip
+  if data.tokenizer != "bytes":
+    data = dataclasses.replace(data, tokenizer=str(path / TOKENIZER))
+  rows = min(run.train.batch_size, fit.sequences)
+  train = dataclasses.replace(run.train, batch_size=rows)
+  batches = modality_of(run).open_data(dataclasses.replace(run, data=data, train=train)).train()
+  some = itertools.islice(batches, -(-fit.sequences // rows))
+  models = []
+  for built, leaves in (source, new):
+    params = nested(leaves, {"params": built.shapes})["params"]
+    models.append(built.model(jax.jit(built.objective.cast)(params)))
+  router = {n.removeprefix("router."): x for n, x in source[1].items() if n.startswith("router.")}
+  return fit_norms(*models, some, router)
+
+
+def _said(norm: FittedNorm) -> list[str]:
+  """A line for the user: how near the experts of each pair are to what they read before."""
+  shown = lambda values: ", ".join(f"{value:.3f}" for value in values)
+  return [
+    f"norm of the shortcut, fitted to {norm.tokens:,} tokens; squared distance from what the "
+    f"experts read before, of each pair: copied {shown(norm.copied_L)}; fitted "
+    f"{shown(norm.fitted_L)}"
+  ]

@@ -1,0 +1,137 @@
+"""Fits the norm of a new shortcut, so that experts read nearly what they read before.
+
+A source model and the model that was made from it (`scmoe.pretrained.upcycle`) have the same
+experts, which read different values. The norm before the new model's experts is fitted by least
+squares, channel by channel: its output comes as close as a norm can bring it to what the same
+experts read in the source, in the mean of the squares over all tokens.
+
+Both models run pair by pair, on one device, and the new model's pairs read the source's residual
+stream. So the values that are compared differ only by where the experts read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from scmoe.base.batch import Batch
+from scmoe.blocks.pair import BlockPair
+from scmoe.blocks.unit import times
+from scmoe.blocks.walk import Context
+from scmoe.inference.listening import Listener
+from scmoe.models.gpt import GPT
+
+
+class FittedNorm(NamedTuple):
+  """A norm for each pair.
+
+  Attributes:
+    scale_LD: float32.
+    bias_LD: float32; None for an RMSNorm.
+    copied_L, fitted_L: how far the norm's output is from what the experts read before: the mean
+      square of the difference over that of the value itself, with the norm that the new model came
+      with, and with the fitted one.
+    tokens: number of tokens that were read.
+  """
+
+  scale_LD: Float[np.ndarray, "L D"]
+  bias_LD: Float[np.ndarray, "L D"] | None
+  copied_L: Float[np.ndarray, " L"]
+  fitted_L: Float[np.ndarray, " L"]
+  tokens: int
+
+
+def fit_norms(source: GPT, model: GPT, batches: Iterable[Batch], router: Any = None) -> FittedNorm:
+  """Fits `own_norm` of every pair of a model to what the experts of its source read.
+
+  Args:
+    source: the model whose experts `model` has, in the same layers, without dense layers.
+    model: the new model, whose units have an `own_norm`.
+    batches: rows of text; padding does not count. There must be some.
+    router: router state of the source.
+  """
+  sums_of = nnx.jit(_sums)
+  total: Any = None
+  for batch in batches:
+    found = jax.tree.map(
+      lambda x: np.asarray(x, np.float64), sums_of(source, model, router or {}, batch)
+    )
+    total = found if total is None else jax.tree.map(np.add, total, found)
+  assert total is not None, "no batch to fit a norm to"
+  count, zz, zy = total["count"], total["zz"], total["zy"]
+  own: Any = model.stages.units[0].own_norm
+  centred = own.bias is not None
+  z, y = (total["z"] / count, total["y"] / count) if centred else (0.0, 0.0)
+  scale_LD = (zy - count * z * y) / np.maximum(zz - count * z * z, 1e-12 * count)
+  bias_LD = y - scale_LD * z if centred else np.zeros_like(scale_LD)
+
+  def distance(scale_LD: Any, bias_LD: Any) -> np.ndarray:
+    """Σ (scale · z + bias - y)² over tokens and channels, over Σ y²."""
+    squares = scale_LD**2 * zz + total["yy"] + count * bias_LD**2
+    products = scale_LD * bias_LD * total["z"] - scale_LD * zy - bias_LD * total["y"]
+    return (squares + 2 * products).sum(-1) / total["yy"].sum(-1)
+
+  before = np.asarray(own.scale[...]), np.asarray(own.bias[...]) if centred else 0.0
+  return FittedNorm(
+    scale_LD.astype(np.float32),
+    bias_LD.astype(np.float32) if centred else None,
+    distance(*before),
+    distance(scale_LD, bias_LD),
+    int(count),
+  )
+
+
+def _sums(source: GPT, model: GPT, router: Any, batch: Batch) -> dict[str, Array]:
+  """Sums over a batch's tokens, [L, D]: z, y, zz, zy and yy; and the number of tokens.
+
+  z is what the new norm normalises, before its scale; y what the source's experts read.
+  """
+  config, mask_BS = source.config, batch.segment_ids > 0
+  h_BSD = source.embedding(batch.inputs, batch.positions, jnp.dtype(config.dtype))
+  h_BSD = times(h_BSD, config.embedding_multiplier)
+  segments_BS = batch.segment_ids if config.document_mask else None
+  handed: list[Any] = [None, None]
+  found: list[dict[str, Array]] = []
+  for i in range(config.num_pairs):
+    heard: dict[str, Array] = {}
+    bias = router.get("bias")
+    context = Context(
+      batch.positions, segments_BS, mask_BS, bias_E=None if bias is None else bias[i], no_drop=True,
+      before=i,
+    )  # fmt: skip
+    pairs = [_pair(trunk, i) for trunk in (source, model)]
+    moe, own = pairs[0].moe, pairs[1].units[0].own_norm
+    assert moe is not None
+    assert own is not None
+    hear_y = lambda _, y, *rest, heard=heard: heard.setdefault("y", y)
+    hear_x = lambda _, x, heard=heard: heard.setdefault("x", x)
+    # A `Listener` is no nnx module; see `scmoe.inference.listening`.
+    object.__setattr__(pairs[0], "moe", Listener(moe, hear_y, "route"))
+    object.__setattr__(pairs[1].units[0], "own_norm", Listener(own, hear_x))
+    outs = [pair(h_BSD, context, handed_BSD=own) for pair, own in zip(pairs, handed)]
+    h_BSD, handed = outs[0].h_BSD, [out.handed_BSD for out in outs]
+    ones = jnp.ones_like(own.scale[...])
+    own.scale = nnx.Param(ones)
+    if own.bias is not None:
+      own.bias = nnx.Param(jnp.zeros_like(ones))
+    weights = mask_BS.reshape(-1, 1).astype(jnp.float32)
+    flat = lambda x: x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    z, y = flat(own(heard["x"].astype(jnp.float32))), flat(heard["y"])
+    products = {"z": z, "y": y, "zz": z * z, "zy": z * y, "yy": y * y}
+    found.append({name: (value * weights).sum(0) for name, value in products.items()})
+  stacked = {name: jnp.stack([sums[name] for sums in found]) for name in found[0]}
+  return stacked | {"count": mask_BS.sum()}
+
+
+def _pair(trunk: GPT, i: int) -> BlockPair:
+  """Pair i of a trunk, with parameters of its own."""
+  graph, params = nnx.split(trunk.stages)
+  pair: BlockPair = nnx.merge(graph, jax.tree.map(lambda x: x[i], params))
+  return pair.as_first() if trunk.config.opens_apart and i == 0 else pair

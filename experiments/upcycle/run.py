@@ -1,0 +1,312 @@
+"""Takes a trained top-k model, gives it another wiring, and lets it learn from the model it was.
+
+  python experiments/upcycle/run.py --scale cpu
+  python experiments/upcycle/run.py --scale gpu --limit_seconds 570 --out "$OUT"
+  python experiments/upcycle/run.py --scale gpu --times
+  python experiments/upcycle/run.py --scale cpu --table
+
+One teacher is trained. `scmoe.convert --upcycle` makes a start of every wiring from it, and every
+way of learning trains that start on a tenth of the teacher's tokens, once a seed. Each run is a
+process of `python -m scmoe.train`. What the limit cuts off saves, and the same command goes on from
+there; runs whose result is written are not trained again. What stands behind -- goes to the
+teacher's training, and by its configuration to that of all students.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+GRACE = 60.0  # seconds that a run which is cut off has for its checkpoint
+PREEMPTED = 75
+
+WIRINGS = ("scmoe_pos2", "farskip")
+# Way of learning -> options of section train; `scores` and `hidden` have the teacher.
+WAYS: dict[str, dict[str, str]] = {
+  "text": {},
+  "scores": {"teacher_share": "0.9", "teacher_temperature": "1"},
+  "hidden": {"teacher_share": "0.9", "teacher_temperature": "1", "teacher_hidden": "1"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+  """The sizes of one scale.
+
+  Attributes:
+    teacher: fields of the teacher beyond `configs/upcycle_small.py`.
+    student: fields of every student beyond the teacher's.
+    teacher_steps, student_steps: optimizer steps of the same number of tokens each.
+    eval_batches: batches of every held-out loss.
+  """
+
+  teacher: dict[str, str]
+  student: dict[str, str]
+  teacher_steps: int
+  student_steps: int
+  eval_batches: int
+
+
+SCALES = {
+  "smoke": Scale(
+    {"model.num_layers": "2", "model.width": "32", "data.seq_len": "32"},
+    {"optimizer.learning_rate": "1e-3", "optimizer.warmup_steps": "1"},
+    teacher_steps=20,
+    student_steps=4,
+    eval_batches=2,
+  ),
+  "cpu": Scale(
+    {"model.width": "64", "data.seq_len": "64"},
+    {"optimizer.learning_rate": "1e-3", "optimizer.warmup_steps": "4"},
+    teacher_steps=400,
+    student_steps=40,
+    eval_batches=10,
+  ),
+  # 0.14 billion active parameters; 131,072 tokens a step, 105 million for the teacher.
+  "gpu": Scale(
+    {
+      "model.num_layers": "12",
+      "model.width": "768",
+      "model.num_heads": "12",
+      "model.mlp_hidden": "2048",
+      "model.context": "1024",
+      "model.dtype": "bfloat16",
+      "data.seq_len": "1024",
+      "data.tokenizer": "bpe",
+      "data.vocab_size": "16384",
+      "train.batch_size": "32",
+      "train.tokens_per_step": "131072",
+      "optimizer.learning_rate": "6e-4",
+      "optimizer.warmup_steps": "80",
+    },
+    {"optimizer.learning_rate": "3e-4", "optimizer.warmup_steps": "8"},
+    teacher_steps=800,
+    student_steps=80,
+    eval_batches=20,
+  ),
+}
+
+
+class OutOfTime(Exception):
+  """The limit of the call has come; the same command goes on."""
+
+
+class Study:
+  """The runs of one scale and their results, which are written after every run.
+
+  Args:
+    scale: key of `SCALES`.
+    folder: the runs' folders.
+    out: folder of the results.
+    deadline: value of `time.monotonic` at which the call ends.
+    rest: further flags of the teacher's training.
+  """
+
+  def __init__(self, scale: str, folder: Path, out: Path, deadline: float, rest: list[str]):
+    self.scale, self.sizes, self.folder = scale, SCALES[scale], folder
+    self.deadline, self.rest = deadline, rest
+    self.path = out / f"{scale}.json"
+    empty = {"starts": {}, "runs": []}
+    self.result: dict[str, Any] = (
+      json.loads(self.path.read_text("utf-8")) if self.path.is_file() else empty
+    )
+
+  def write(self) -> None:
+    """Writes the results, and the table beside them."""
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    self.path.write_text(json.dumps(self.result, indent=1) + "\n", "utf-8")
+    self.path.with_suffix(".txt").write_text(table(self.result) + "\n", "utf-8")
+
+  def call(self, command: list[str]) -> None:
+    """Runs one command of scmoe; at the deadline it saves.
+
+    Raises:
+      OutOfTime: the deadline has come.
+      SystemExit: the command failed.
+    """
+    if time.monotonic() >= self.deadline:
+      raise OutOfTime
+    words = [sys.executable, "-m", *command]
+    print("$", shlex.join(["python", *words[1:]]), flush=True)
+    process = subprocess.Popen(words, cwd=ROOT)
+    try:
+      limit = None if math.isinf(self.deadline) else max(self.deadline - time.monotonic(), 1)
+      code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+      process.terminate()
+      process.wait(GRACE)
+      raise OutOfTime from None
+    if code == PREEMPTED:
+      raise OutOfTime
+    if code:
+      raise SystemExit(code)
+
+  def train(
+    self, workdir: Path, steps: int, every: int, begin: list[str], fields: dict[str, str]
+  ) -> None:
+    """Trains a run to its end, or goes on with it; `every` is the steps between evaluations."""
+    options = {
+      "train.steps": str(steps),
+      "train.eval_every": str(every),
+      "train.eval_batches": str(self.sizes.eval_batches),
+      "train.sample_tokens": "0",
+      "train.tensorboard": "false",
+      "checkpoint.every": str(max(1, steps // 4)),
+      "checkpoint.keep": "1",
+      **fields,
+    }
+    flags = [f"--config.{name}={value}" for name, value in options.items()]
+    self.call(["scmoe.train", *begin, f"--workdir={workdir}", *flags])
+
+  def run(self) -> None:
+    """Everything that is missing, seed by seed, so that a cut leaves whole comparisons."""
+    teacher = self.folder / "teacher"
+    if "teacher" not in self.result:
+      begin = ["--config=upcycle_small", *self.rest]
+      self.train(teacher, self.sizes.teacher_steps, 0, begin, self.sizes.teacher)
+      card = json.loads((teacher / "card.json").read_text("utf-8"))
+      entries = {name: card[name] for name in ("commit", "versions", "devices") if name in card}
+      self.result |= {"date": time.strftime("%Y-%m-%d"), "command": shlex.join(sys.argv), **entries}
+      tokens = last(teacher, "train")["tokens"]
+      self.result["teacher"] = {"loss": self.evaluated("teacher"), "tokens": tokens}
+      self.result["teacher"] |= {"steps": self.sizes.teacher_steps, **card["parameters"]}
+      self.write()
+    for wiring in WIRINGS:
+      self.begin(wiring)
+    done = {(r["wiring"], r["way"], r["seed"]) for r in self.result["runs"]}
+    for seed in range(3):
+      for wiring in WIRINGS:
+        for way in WAYS:
+          if (wiring, way, seed) not in done:
+            self.student(wiring, way, seed)
+
+  def begin(self, wiring: str) -> None:
+    """Makes the start of a wiring, and reads its held-out loss."""
+    start = self.folder / f"start-{wiring}"
+    if not start.exists():
+      source = f"--from={self.folder / 'teacher'}"
+      self.call(["scmoe.convert", source, f"--workdir={start}", f"--upcycle=wiring={wiring}"])
+    if wiring not in self.result["starts"]:
+      self.result["starts"][wiring] = self.evaluated(f"start-{wiring}")
+      self.write()
+
+  def evaluated(self, name: str) -> float:
+    """The held-out loss of a run, on the batches on which students are evaluated."""
+    figures, batches = self.folder / f"{name}.json", f"--max_batches={self.sizes.eval_batches}"
+    workdir = f"--workdir={self.folder / name}"
+    self.call(["scmoe.evaluate", workdir, batches, f"--json={figures}"])
+    return json.loads(figures.read_text("utf-8"))["loss"]
+
+  def student(self, wiring: str, way: str, seed: int) -> None:
+    """Trains one student from the start of its wiring, and writes its recovery curve."""
+    name = f"{wiring}-{way}-{seed}"
+    workdir, start = self.folder / name, self.folder / f"start-{wiring}"
+    if not (workdir / "checkpoints").exists():
+      shutil.copytree(start, workdir, dirs_exist_ok=True)
+    fields = {f"train.{option}": value for option, value in WAYS[way].items()}
+    if fields:
+      fields["train.teacher"] = str(self.folder / "teacher")
+    fields |= self.sizes.student | {"train.seed": str(seed)}
+    begin = [f"--config_json={start / 'config.json'}"]
+    steps = self.sizes.student_steps
+    self.train(workdir, steps, max(1, steps // 4), begin, fields)
+    losses = [[line["step"], line["loss"]] for line in records(workdir, "eval")]
+    found = {"wiring": wiring, "way": way, "seed": seed, "losses": losses}
+    found |= {"tokens": last(workdir, "train")["tokens"]}
+    self.result["runs"].append(found)
+    self.write()
+    shutil.rmtree(workdir / "checkpoints")  # eighteen states of the larger model fill a disk
+
+  def times(self) -> None:
+    """Step, prefill and decode of all three wirings on the devices that are here."""
+    wirings = f"--compare={','.join(('topk', *WIRINGS))}"
+    path = self.folder / "start-scmoe_pos2" / "config.json"
+    context = json.loads(path.read_text("utf-8"))["model"]["context"]
+    given = [f"--config_json={path}", "--config.mesh.data=1", "--config.mesh.expert=2", wirings]
+    self.call(["scmoe.profile", *given, f"--workdir={self.folder / 'profile'}"])
+    sizes = ["--batch=8", f"--prompt_tokens={context // 2}", "--max_new_tokens=8", "--rounds=9"]
+    self.call(["scmoe.generate", "--benchmark", *given, *sizes])
+
+
+def records(workdir: Path, kind: str) -> list[dict[str, Any]]:
+  """Lines of a run's metrics.jsonl of one kind; the last one counts where a step is there twice."""
+  lines = (workdir / "metrics.jsonl").read_text("utf-8").splitlines()
+  found = [json.loads(line) for line in lines]
+  return list({line["step"]: line for line in found if line["kind"] == kind}.values())
+
+
+def last(workdir: Path, kind: str) -> dict[str, Any]:
+  """The last such line."""
+  return records(workdir, kind)[-1]
+
+
+def table(result: dict[str, Any]) -> str:
+  """Held-out losses: of the teacher, of every start, and along the way of each way of learning."""
+  teacher = result.get("teacher")
+  if not teacher:
+    return "no teacher yet"
+  goal = teacher["loss"]
+  lines = [
+    f"{result['date']}: teacher {goal:.4f} after {teacher['tokens']:,} tokens, "
+    f"{teacher['active']:,} of {teacher['total']:,} parameters active",
+    "held-out loss after steps; mean and standard deviation over seeds; distance from the teacher",
+  ]
+  for wiring, start in result["starts"].items():
+    lines.append(f"{wiring}: start {start:.4f} ({start / goal - 1:+.2%})")
+    for way in WAYS:
+      runs = [r for r in result["runs"] if (r["wiring"], r["way"]) == (wiring, way)]
+      if not runs:
+        continue
+      curves = [[loss for _, loss in run["losses"]] for run in runs]
+      steps = [step for step, _ in runs[0]["losses"]]
+      means = [statistics.fmean(losses) for losses in zip(*curves)]
+      spread = statistics.stdev(c[-1] for c in curves) if len(curves) > 1 else math.nan
+      curve = "  ".join(f"{step}: {mean:.3f}" for step, mean in zip(steps, means))
+      share = runs[0]["tokens"] / teacher["tokens"]
+      lines.append(
+        f"  {way:7} {means[-1]:.4f} ± {spread:.4f} ({means[-1] / goal - 1:+.2%}), {len(runs)} "
+        f"seeds, {share:.1%} of the tokens | {curve}"
+      )
+  return "\n".join(lines)
+
+
+def main() -> None:
+  """Trains what is missing, and prints the table."""
+  flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  flags.add_argument("--scale", choices=SCALES, required=True)
+  flags.add_argument("--limit_seconds", type=float, default=0.0, help="time of the call; 0: none")
+  flags.add_argument("--workdir", type=Path, help="of the runs; default: runs/upcycle/SCALE")
+  flags.add_argument("--out", type=Path, default=HERE / "results", help="folder of the results")
+  flags.add_argument("--table", action="store_true", help="print the table, train nothing")
+  flags.add_argument("--times", action="store_true", help="time the wirings on two devices instead")
+  flags.add_argument("rest", nargs="*", help="further flags of the teacher's scmoe.train")
+  given = flags.parse_args()
+  folder = (given.workdir or ROOT / "runs" / "upcycle" / given.scale).resolve()
+  deadline = math.inf
+  if given.limit_seconds:
+    deadline = time.monotonic() + max(given.limit_seconds - GRACE, 1)
+  study = Study(given.scale, folder, given.out.resolve(), deadline, given.rest)
+  try:
+    if given.times:
+      study.times()
+    elif not given.table:
+      study.run()
+  except OutOfTime:
+    print("the time is over; the same command goes on", file=sys.stderr)
+  print(table(study.result))
+
+
+if __name__ == "__main__":
+  main()

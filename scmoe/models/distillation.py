@@ -68,7 +68,7 @@ class Distillation(WithSecondModel):
       share=self.share,
       temperature=self.temperature,
     )
-    sums = dict(zip(("loss", "nats", "correct", "divergence"), found))
+    sums: dict[str, Array] = dict(zip(("loss", "nats", "correct", "divergence"), found))
     if self.hidden:
       blocks = model.config.moe_every * model.config.wiring_rule.units_per_moe
       apart_BS = hidden_distance(out.hidden_LBSD, shown.hidden_LBSD, blocks)

@@ -219,7 +219,7 @@ def _fitted(
     params = nested(leaves, {"params": built.shapes})["params"]
     models.append(built.model(jax.jit(built.objective.cast)(params)))
   router = {n.removeprefix("router."): x for n, x in source[1].items() if n.startswith("router.")}
-  return fit_norms(*models, some, router)
+  return fit_norms(models[0], models[1], some, router)
 
 
 def _said(norm: FittedNorm) -> list[str]:

@@ -195,7 +195,7 @@ class Study:
   def begin(self, wiring: str) -> None:
     """Makes the start of a wiring, and reads its held-out loss."""
     start = self.folder / f"start-{wiring}"
-    if not start.exists():
+    if not any((start / "checkpoints").glob("[0-9]*")):  # a cut may leave a part of it
       source = f"--from={self.folder / 'teacher'}"
       self.call(["scmoe.convert", source, f"--workdir={start}", f"--upcycle=wiring={wiring}"])
     if wiring not in self.result["starts"]:

@@ -188,6 +188,8 @@ def test_another_model_is_refused_and_nothing_is_written(root, tmp_path, argv, m
     run(tmp_path / "new", root / "base", *argv)
   assert "\n" not in str(caught.value)
   assert not list((tmp_path / "new").glob("checkpoints/*"))
+  if "is another model" in message or "no valid checkpoint" in message:
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

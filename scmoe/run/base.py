@@ -66,7 +66,7 @@ def with_base(run: RunConfig, workdir: Path) -> RunConfig:
     return run
   source = run.train.init_from
   if not list_steps(Path(workdir) / FOLDER) and Path(source).resolve() != Path(workdir).resolve():
-    open_named("train.init_from", source)  # before a folder is made
+    _opened(run)  # refused before a folder is made
   workdir = prepare_workdir(workdir)
   if resumed := bool(list_steps(workdir / FOLDER)):
     if not list_steps(workdir / BASE / FOLDER):
@@ -89,6 +89,23 @@ def with_base(run: RunConfig, workdir: Path) -> RunConfig:
       "lora.base empty, or give the other model"
     )
   return dataclasses.replace(run, lora=dataclasses.replace(run.lora, base=found))
+
+
+def _opened(run: RunConfig) -> Stored:
+  """The run in `train.init_from`.
+
+  Raises:
+    CheckpointError: there is no checkpoint in it.
+    ConfigError: it is a model of another architecture.
+  """
+  folder = run.train.init_from
+  stored = open_named("train.init_from", folder)
+  if other := other_architecture(to_dict(stored.run), to_dict(run)):
+    raise ConfigError(
+      f"train.init_from={folder!r} is another model than the one that lora.rank={run.lora.rank} "
+      f"is to adapt: {other}; give the model and router sections of its config.json"
+    )
+  return stored
 
 
 def _copy(run: RunConfig, place: Path) -> None:
@@ -116,12 +133,7 @@ def _copy(run: RunConfig, place: Path) -> None:
   plain = build.build(run)
 
   def read() -> tuple[Stored, dict[str, PyTree]]:
-    stored = open_named("train.init_from", folder)
-    if other := other_architecture(to_dict(stored.run), to_dict(run)):
-      raise ConfigError(
-        f"train.init_from={folder!r} is another model than the one that lora.rank={run.lora.rank} "
-        f"is to adapt: {other}; give the model and router sections of its config.json"
-      )
+    stored = _opened(run)
     return stored, _weights(folder, stored, plain)
 
   stored, state = with_newest(read)

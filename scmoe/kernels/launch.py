@@ -105,7 +105,7 @@ def resolve_num_sms(num_sms: int | None) -> int:
 
 
 def compiled(body, **options: Any):
-  """Builds a kernel with Pallas' warpgroup semantics, for which all bodies here are written.
+  """Builds a kernel with Pallas' warpgroup semantics and approximate math functions.
 
   Inside `interpreted` the kernel is simulated. So a jitted program with a kernel takes
   `interpretation()` as a static argument, unless the kernel needs PTX and is never simulated.

@@ -1,7 +1,7 @@
 """PTX steps of two kernels on Hopper that bring a row to shared memory and send it on.
 
     grouped_matmul/copy_to_tiles.py   sends a row to its places among this device's tiles
-    put/kernel.py                     sends a row to its places on any GPU of the host
+    put/kernel.py                     sends a row to its places on any GPU of a mesh axis
 
     M  rows at hand      K  copies of each      D  width      R  rows of the result      G  groups
 

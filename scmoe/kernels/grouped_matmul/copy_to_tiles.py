@@ -52,7 +52,8 @@ def copy_rows_to_tiles(
 
   Args:
     x_MD: rows of a type and width that the kernel `takes`.
-    row_MK: int32, the K places of each row, all different; a place outside [0, R) is none.
+    row_MK: int32, the K places of each row; a place outside [0, R) is none, and no other two are
+      equal.
     sizes_G: int32, rows of each group.
     starts_G: int32, first tile of each group.
     tiles_G: int32, number of tiles of each group.

@@ -3,11 +3,11 @@
     R  rows      K, N  widths      B  blocks of 128 along K      C  blocks along N      G  groups
 
 A row has a scale for each 128 of its elements, and a matrix has one for each 128 x 128 of them
-(arXiv 2412.19437, section 3.3). Here a scale is the smallest power of two by which a block can be
-divided to stay within e4m3's largest number, 448. So only the elements are rounded: an element
-times its scale is a bfloat16 number, and a product of fp8 operands equals that of the bfloat16
-numbers, up to the order of sums. Where there is no kernel for fp8, the same result therefore comes
-from `rounded_rows` and `rounded_matrices`.
+(arXiv 2412.19437, section 3.3). Here a scale is the smallest power of two, from 2^-100 to 2^100, by
+which a block can be divided to stay within e4m3's largest number, 448. So only the elements are
+rounded: an element times its scale is a bfloat16 number, and a product of fp8 operands equals that
+of the bfloat16 numbers, up to the order of sums. Where there is no kernel for fp8, the same result
+therefore comes from `rounded_rows` and `rounded_matrices`.
 """
 
 from __future__ import annotations

@@ -232,9 +232,9 @@ class RowLayout:
       sizes_G      = [2, 2, 1]
 
   Attributes:
-    sizes_G: int32, rows of each expert.
+    sizes_G: int32, how many copies are for each expert.
     group_MK: int32, expert of each copy; an id outside [0, G) for none.
-    position_MK: int32, position of each copy among the rows of its expert.
+    position_MK: int32, position of each copy among those for its expert.
     weight_MK: float32, the factor of each copy's result when a row's copies are added up; None: all
       factors are 1, and K is 1.
     padded: static (W, G, C) of padded experts, M = W·G·C; None otherwise.
@@ -328,7 +328,7 @@ class RowLayout:
 def _sorted_by_kernel(
   sizes_G: jax.Array, group_MK: jax.Array, position_MK: jax.Array, tile: int
 ) -> TiledRows:
-  """The tiles of rows sorted by expert, as `RowLayout.sorted`, by one kernel."""
+  """The result of `RowLayout.sorted`, computed by one kernel."""
   bound = max_tiles(group_MK.size, sizes_G.size, tile)
   *groups, row_KM, copy_R, token_R = sorting.sorted_rows_kernel(
     sizes_G, group_MK.T, position_MK.T, bound, tile

@@ -3,8 +3,9 @@
     R  rows of the tiles      K, N  widths      G  groups      D  model width      F  expert width
 
 `grouped_rows`, `grouped_weights`, `forward` and `backward` have the arguments and results of those
-in `xla.py`. `forward` and `backward` are jitted in both files: all layers call them with equal
-shapes, so an unrolled model lowers its kernels once and not once per layer.
+in `xla.py`, but do not write rows of tiles that are not in use. `forward` and `backward` are jitted
+in both files: all layers call them with equal shapes, so an unrolled model lowers its kernels once
+and not once per layer.
 """
 
 import functools

@@ -163,8 +163,8 @@ def _covers(size: int, width: int) -> bool:
 def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[Tiling]:
   """The tilings that are worth measuring for a 2-byte result; arguments as for `candidates`.
 
-  They are the candidates with all bands, alone and, except for "down_backward", in pairs. The first
-  candidate comes first. The shipped tiling is among them.
+  They are the candidates with each of `BANDS`, alone and, except for "down_backward", in pairs. The
+  first candidate comes first. The shipped tiling is among them.
   """
   alone = candidates(kind, width, n, gathered=gathered)
   # A pair of "cols" shares the rows' operand, so that operand cannot be gathered. A product for

@@ -73,7 +73,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Global:
-  """References in global memory. All heads of row 0 lie before those of row 1; so do positions.
+  """References in global memory; row 0's heads and cache positions lie before those of row 1.
 
   Attributes:
     queries: [R H, N]; None if `sums` is given.

@@ -5,7 +5,7 @@
 
 Each layer is a kernel that reads the layer's matrices of the chosen experts once (`matrix_vector`).
 The second layer's CTAs add up the first layer's partial sums and apply the activation; XLA adds up
-the second layer's partial sums.
+the second layer's partial sums and its biases.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _second_layer(
   """Finishes the first layer, and computes each choice's partial sums of the second in float32.
 
   The result is [C, P, D']. The kernel adds up the first layer's partial sums, adds the biases and
-  applies the activation. The second layer's bias is not added here. Its sums are multiplied by the
-  choice's scale, and are 0 for a choice without an expert.
+  applies the activation. The second layer's sums lack the bias. They are multiplied by the choice's
+  scale, and are 0 for a choice without an expert.
   """
   groups, hidden, out_width = weights.down_GFD.shape
   given = [b for b in weights.up_biases if b is not None]

@@ -115,7 +115,7 @@ def products(
 def sums(
   row: Array | ComputedRow, matrices: Sequence[Array], *, backend: str = "auto"
 ) -> Array | None:
-  """The partial sums that `products` adds up: float32 [P, N + N' + ...]; None where it gives None.
+  """The partial sums that `products` adds up: float32 [P, N + N' + ...]; None as from `products`.
 
   Arguments and errors are those of `products`. The columns of all matrices lie side by side.
   """

@@ -43,6 +43,7 @@ from scmoe.run.command_line import (
 from scmoe.run.config import RunConfig, imports_of, to_dict, to_json
 from scmoe.run.dry_run import dry_run, planned_devices
 from scmoe.run.dry_run_text import report
+from scmoe.run.elastic import member_of
 from scmoe.run.modality import modality_of
 from scmoe.run.names import check_run_name, check_workdir
 from scmoe.run.opened import open_named
@@ -50,7 +51,7 @@ from scmoe.run.programs import Programs
 from scmoe.run.start import set_up_jax
 from scmoe.run.summary import check_memory, header, out_of_memory
 from scmoe.run.teacher import check_tokenizer, load_teacher, open_teacher, remember_teacher
-from scmoe.training import distributed
+from scmoe.training import distributed, elastic
 from scmoe.training.loop import Poll, Trainer
 from scmoe.training.restarts import supervise
 from scmoe.training.restore import FOLDER, list_steps, with_newest
@@ -70,11 +71,10 @@ def main(argv: list[str]) -> None:
     return print(list_configs())
   at_least(values, 0, "restarts")
   cluster = Cluster.of_flags(values["host_devices"], values["network"])
+  if values["elastic"] and not values["restarts"]:
+    raise ConfigError("--elastic restarts a run that lost a process; add --restarts=5, or so")
   if values["restarts"] > 0:
-    folder = check_workdir(default_workdir(values, run_config(values, given)))
-    progress = lambda: max(list_steps(folder / FOLDER), default=0)
-    command = [sys.executable, "-m", "scmoe.train", *argv, "--restarts=0"]
-    raise SystemExit(supervise(command, values["restarts"], progress))
+    raise SystemExit(supervised(argv, values, run_config(values, given)))
   simulate(values["simulate"])
   run = run_config(values, given)
   check_run_name(run.name, "name")
@@ -91,6 +91,27 @@ def main(argv: list[str]) -> None:
       train_seeds([(run, workdir), *others])
     else:
       train(run, workdir)
+
+
+def supervised(argv: Sequence[str], values: dict[str, Any], run: RunConfig) -> int:
+  """Runs this command as a child, again when it dies; returns its last exit code.
+
+  Args:
+    argv: of this command.
+    values: its flags; `elastic` chooses between `restarts.supervise` and `elastic.supervise`.
+    run: not resolved.
+
+  Raises:
+    ConfigError: as `scmoe.run.elastic.member_of`.
+  """
+  folder = check_workdir(default_workdir(values, run))
+  command = [sys.executable, "-m", "scmoe.train", *argv, "--restarts=0"]
+  limit = values["restarts"]
+  if values["elastic"]:
+    command += ["--elastic=false"]
+    simulated = values["simulate"]
+    return elastic.supervise(member_of(run, folder, command, restarts=limit, simulated=simulated))
+  return supervise(command, limit, lambda: max(list_steps(folder / FOLDER), default=0))
 
 
 def beside(run: RunConfig, words: Sequence[str]) -> list[tuple[RunConfig, Path]]:

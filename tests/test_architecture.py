@@ -39,7 +39,7 @@ RANKS = [
   ("run.multitask",),
   ("run.modality",),
   ("run.build", "run.placement", "run.command_line", "run.programs", "run.start", "reports"),
-  ("run.sharing", "run.adapters", "run.host_memory"),
+  ("run.sharing", "run.adapters", "run.host_memory", "run.elastic"),
   ("run.traffic",),
   ("run.prediction",),
   ("run.cluster",),

@@ -103,6 +103,13 @@ TRAIN_FLAGS = (
   ),
   Flag("restarts", int, 0, "restart a run that dies, at most this many times"),
   Flag(
+    "elastic",
+    bool,
+    False,
+    "with --restarts, several processes: go on with those that are left, on a smaller mesh, and "
+    "take lost ones back (docs/reliability.md)",
+  ),
+  Flag(
     "beside",
     str,
     "",

@@ -71,7 +71,7 @@ def initialize(cfg: DistributedConfig) -> None:
   if cluster is None:
     return
   host, _, port = cluster.coordinator.rpartition(":")
-  bind = f"127.0.0.1:{port}" if _is_loopback(host) else None
+  bind = f"127.0.0.1:{port}" if is_loopback(host) else None
   try:
     jax.distributed.initialize(
       cluster.coordinator,
@@ -215,7 +215,8 @@ def _check(coordinator: str, count: int, index: int) -> None:
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+  """True if a name or address is that of this host for itself, as localhost and 127.0.0.1 are."""
   name = host.strip("[]")
   if name == "localhost":
     return True

@@ -28,6 +28,11 @@ GROWTH, MARGIN = 1.5, 2**30
 SETTLED = 20
 
 
+def heartbeat_file(workdir: Path, process: int) -> Path:
+  """The heartbeat file of a run's process."""
+  return workdir / HEARTBEAT / f"process_{process}.json"
+
+
 class Vitals:
   """One process's heartbeat file WORKDIR/heartbeat/process_N.json, its times and its memory.
 
@@ -37,7 +42,7 @@ class Vitals:
   """
 
   def __init__(self, workdir: Path, process: int):
-    self.file = workdir / HEARTBEAT / f"process_{process}.json"
+    self.file = heartbeat_file(workdir, process)
     self._last = -BEAT_SECONDS
     self._own: deque[float] = deque(maxlen=1024)
     self._lines = 0

@@ -1,0 +1,369 @@
+"""Trains on with the processes that are left: `scmoe.train --restarts N --elastic`.
+
+Each process of the launcher is a `Supervisor` that runs the training command as its child. A turn
+is a time in which the same members train together. If a member falls silent or its child dies, the
+others end their children, and the next turn begins from the newest checkpoint, with the members
+that are there, on a mesh for their devices. If a member comes back, the first member's child is
+asked to stop: all children save the same step and exit with 75, and a turn with all of them begins.
+
+Why the children end: a collective whose peer has died does not return with gloo, even with jax's
+recoverable tasks (experiments/LOG.md), and process 0's death ends jax's coordination service.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from scmoe.base.errors import ConfigError, Preempted
+from scmoe.base.output import warn
+from scmoe.training.members import (
+  ENDED,
+  LEAVE,
+  REGROUP,
+  RUNNING,
+  WAITING,
+  Member,
+  Others,
+  Plan,
+  member_file,
+  read_member,
+  read_plan,
+  write,
+)
+from scmoe.training.members import PLAN as PLAN_FILE
+from scmoe.training.restarts import FINAL, LONGEST_WAIT
+from scmoe.training.signals import hangups
+
+SILENT_SECONDS = 15.0  # a member that writes nothing for so long is given up
+FIRST_SECONDS = 300.0  # how long the first turn waits for all members, as jax waits for processes
+_TICK_SECONDS = 0.25
+_BEAT_SECONDS = 1.0
+_PEER_SECONDS = 3.0  # for a child to end by itself after a peer's child has died
+_ENDED_SECONDS = 60.0  # the same after a peer's child has ended for good, which all do together
+_KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+
+class Child(Protocol):
+  """The training command: a `subprocess.Popen`, or a test's stand-in."""
+
+  pid: int
+
+  def poll(self) -> int | None:
+    """The exit code, negative for a signal; None while the command runs."""
+    ...
+
+  def wait(self) -> int:
+    """The exit code, once the command has ended."""
+    ...
+
+  def kill(self) -> None:
+    """Ends the command at once."""
+    ...
+
+  def send_signal(self, sig: int, /) -> None:
+    """Sends a signal to the command."""
+    ...
+
+
+class Choice(NamedTuple):
+  """The mesh for some processes: how many of them train, sizes of two axes, and words."""
+
+  processes: int
+  data: int
+  expert: int
+  words: str
+
+
+class Launch(NamedTuple):
+  """How a supervisor runs its command.
+
+  Attributes:
+    choose: (processes that are there, devices of each) -> `Choice`; raises `ConfigError` if no
+      mesh fits even one process.
+    start: (plan, number of this process in the turn) -> the running command.
+    trains: pid of the first member's command -> True once it has done a step.
+    progress: returns the step of the newest checkpoint.
+    release: removes the run's lock file, whose owner has ended or was given up.
+  """
+
+  choose: Callable[[int, int], Choice]
+  start: Callable[[Plan, int], Child]
+  trains: Callable[[int], bool]
+  progress: Callable[[], int]
+  release: Callable[[], None]
+
+
+class Supervisor:
+  """One member. `tick` does what is due and returns an exit code once the member is done.
+
+  Args:
+    folder: WORKDIR/elastic, which exists and which all members share.
+    number, count: the launcher's number of this process, and how many there are.
+    host: name or address at which the other members reach this host.
+    devices: devices that the command will find here.
+    launch: how the command is run.
+    restarts: most restarts in a row without a later checkpoint.
+    silent: seconds after which a silent member is given up.
+    clock: seconds, monotonic.
+  """
+
+  def __init__(
+    self,
+    folder: Path,
+    number: int,
+    count: int,
+    *,
+    host: str,
+    devices: int,
+    launch: Launch,
+    restarts: int,
+    silent: float = SILENT_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    self.folder, self.number, self.count = folder, number, count
+    self.launch, self.restarts, self.silent, self.clock = launch, restarts, silent, clock
+    self.asked = False  # this process was told to stop
+    self.child: Child | None = None
+    self.plan = Plan()
+    self.latest = read_plan(folder) or Plan()
+    self._left = self.latest.turn  # of an earlier start, or behind this member: later turns count
+    self.me = Member(number, secrets.token_hex(8), WAITING, 0, host, devices)
+    self.others = Others(folder, number, count, silent, clock)
+    self._written = -_BEAT_SECONDS
+    self._resumes_at = 0.0
+    self._used = self._reached = 0
+    self._trouble = ("", 0.0)
+
+  def tick(self) -> int | None:
+    """Tells the others about this member, looks at them, and acts.
+
+    Raises:
+      ConfigError: another process has this member's number, or no mesh fits.
+    """
+    self._tell()
+    self.others.look()
+    found = read_plan(self.folder)
+    if found is not None and found.turn > self.latest.turn:
+      self.latest = found
+    code = self._wait() if self.child is None else self._watch(self.child)
+    if code is not None:
+      self.tell(state=ENDED, code=code)
+    return code
+
+  def tell(self, **changes: Any) -> None:
+    """Changes what this member says about itself and writes it at once."""
+    self.me = self.me._replace(**changes, beat=self.me.beat + 1)
+    write(member_file(self.folder, self.number), self.me)
+    self._written = self.clock()
+
+  def _tell(self) -> None:
+    if self.clock() - self._written < _BEAT_SECONDS:
+      return
+    found = read_member(self.folder, self.number)
+    if self.me.beat and found is not None and found.token != self.me.token:
+      raise ConfigError(
+        f"another process is number {self.number} of this run in {self.folder.parent}; give each "
+        "its own SCMOE_PROCESS_ID"
+      )
+    self.tell()
+
+  # -- between two turns ------------------------------------------------------------------------
+
+  def _wait(self) -> int | None:
+    """Begins the next turn once it is planned, or plans it if this member is the first one."""
+    if self.asked:
+      return Preempted.code
+    if (code := self._ended_for_good()) is not None:
+      return code
+    alive = sorted([self.me, *self.others.alive()])
+    if alive[0].number == self.number and self._may_plan(alive):
+      self._write_plan(alive)
+    if self.latest.turn > self._left and self.number in self.latest.members:
+      self._begin()
+    return None
+
+  def _ended_for_good(self) -> int | None:
+    """The exit code with which a member of the last turn has ended the run; None if it goes on."""
+    for number in self.latest.members:
+      member = self.others.last(number) if number != self.number else None
+      if member is None or member.state != ENDED or member.turn != self.latest.turn:
+        continue
+      if member.code in FINAL and member.asks != LEAVE:
+        return member.code
+    return None
+
+  def _may_plan(self, alive: Sequence[Member]) -> bool:
+    """True if all that live wait, and the missing ones had time to show that they live."""
+    if any(member.state == RUNNING for member in alive) or self.clock() < self._resumes_at:
+      return False
+    if len(alive) == self.count or self.me.turn:
+      return True
+    trained = any(member.turn for member in alive)
+    return self.others.seconds > (self.silent if trained else FIRST_SECONDS)
+
+  def _write_plan(self, alive: Sequence[Member]) -> None:
+    usable = [member for member in alive if member.devices == alive[0].devices]
+    try:
+      choice = self.launch.choose(len(usable), alive[0].devices)
+    except ConfigError as error:
+      self.tell(state=ENDED, code=error.code)
+      raise
+    chosen = tuple(member.number for member in usable[: choice.processes])
+    if self.latest.turn and any(member.turn for member in alive):
+      self.launch.release()
+    host, port = self.me.host, _free_port()
+    turn = 1 + max(self.latest.turn, *(member.turn for member in alive))
+    self.latest = Plan(
+      turn, chosen, f"{host}:{port}", choice.data, choice.expert, choice.words[:1000]
+    )
+    write(self.folder / PLAN_FILE, self.latest)
+    absent = [str(n) for n in range(self.count) if n not in chosen]
+    without = f" without {', '.join(absent)}" if absent else ""
+    odd = [f"{m.number} has {m.devices}" for m in alive if m not in usable]
+    why = f"; every process needs {alive[0].devices} devices: {', '.join(odd)}" if odd else ""
+    names = ", ".join(map(str, chosen))
+    warn(f"elastic: turn {turn} begins with process {names}{without}: {choice.words}{why}")
+
+  def _begin(self) -> None:
+    self.plan, self._left = self.latest, self.latest.turn
+    self._reached, self._trouble = self.launch.progress(), ("", 0.0)
+    self.child = self.launch.start(self.plan, self.plan.members.index(self.number))
+    self.tell(state=RUNNING, turn=self.plan.turn, asks="")
+
+  # -- during a turn ----------------------------------------------------------------------------
+
+  def _watch(self, child: Child) -> int | None:
+    """Looks after the running command: ends it if it cannot go on, asks it to stop if it should."""
+    code = child.poll()
+    if code is not None:
+      return self._ended(128 - code if code < 0 else code)
+    if self.asked:
+      if self.me.asks != LEAVE:
+        self.tell(asks=LEAVE)
+        child.send_signal(signal.SIGTERM)
+      return None
+    why, patience = self._problem()
+    if why != self._trouble[0]:
+      self._trouble = why, self.clock()
+    if why and self.clock() - self._trouble[1] >= patience:
+      child.kill()
+      child.wait()
+      return self._died(why)
+    if not why and not self.me.asks and self._newcomers() and self.launch.trains(child.pid):
+      warn("elastic: a process has come back: saving, to go on with it")
+      self.tell(asks=REGROUP)
+      child.send_signal(signal.SIGTERM)
+    return None
+
+  def _problem(self) -> tuple[str, float]:
+    """The reason why the command cannot go on, and the seconds that it has to end by itself.
+
+    The reason is "" if it can go on.
+    """
+    if self.latest.turn > self.plan.turn:
+      return "another turn was planned", 0.0
+    peers = {n: self.others.last(n) for n in self.plan.members if n != self.number}
+    for number, member in peers.items():
+      if self.others.is_silent(number) and not (member and member.state == ENDED):
+        return f"process {number} is silent", 0.0
+    for number, member in peers.items():
+      if member is not None and member.turn == self.plan.turn:
+        if member.state == WAITING and not member.asks:
+          return f"the training of process {number} died", _PEER_SECONDS
+        if member.state == ENDED and member.code:
+          return f"process {number} ended with {member.code}", _ENDED_SECONDS
+    return "", 0.0
+
+  def _newcomers(self) -> bool:
+    """True if this is the turn's first member and waiting members would make the mesh larger."""
+    if self.number != self.plan.members[0]:
+      return False
+    alive = self.others.alive()
+    fit = [m for m in alive if m.number not in self.plan.members and m.state == WAITING]
+    fit = [member for member in fit if member.devices == self.me.devices]
+    here = len(self.plan.members)
+    return bool(fit) and self.launch.choose(here + len(fit), self.me.devices).processes > here
+
+  def _ended(self, code: int) -> int | None:
+    """The exit code of this member if its command has ended for good; None if a turn follows."""
+    if self.asked or (code in FINAL and code != Preempted.code):
+      return code
+    if code != Preempted.code:
+      return self._died(f"the training ended with {code}", code)
+    last = [self.me, *(self.others.last(number) for number in self.plan.members)]
+    if not any(m is not None and m.turn == self.plan.turn and m.asks for m in last):
+      return code  # somebody stopped the command itself, or `train.stop_after` did
+    self.child = None
+    self.tell(state=WAITING)
+    return None
+
+  def _died(self, why: str, code: int = 1) -> int | None:
+    """Counts a restart; returns the exit code if none is left."""
+    self.child = None
+    self._used = 1 if self.launch.progress() > self._reached else self._used + 1
+    if self._used > self.restarts:
+      warn(f"elastic: {why}, after {self.restarts} restarts without a new checkpoint; giving up")
+      return code
+    pause = 0.0 if self._used == 1 else min(2.0 ** (self._used - 1), LONGEST_WAIT)
+    self._resumes_at = self.clock() + pause
+    warn(f"elastic: {why}; restart {self._used} of {self.restarts}")
+    self.tell(state=WAITING)
+    return None
+
+
+def supervise(member: Supervisor) -> int:
+  """Runs a member until it is done; returns its exit code. The main thread has to call it.
+
+  SIGTERM and SIGHUP (unless nohup ignores it) make this member save, with all others, and leave;
+  the others go on without it, unless they were told to stop as well.
+  """
+
+  def ask(number: int, frame: Any) -> None:
+    del number, frame
+    member.asked = True
+
+  # A terminal sends SIGINT to the children too, which save and end; this process waits for its own.
+  before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, *hangups())}
+  before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  try:
+    while (code := member.tick()) is None:
+      time.sleep(_TICK_SECONDS)
+    return code
+  finally:
+    if member.child is not None:
+      member.child.kill()
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def start_child(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+  """Starts a command that the kernel ends when this process dies, as on a lost host.
+
+  Args:
+    command: program and arguments.
+    variables: of the environment, in addition to this process's.
+  """
+  prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+
+  def prepare() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # this process ignores it; the child must not
+    if prctl is not None:
+      prctl(_KILL_WITH_PARENT, signal.SIGKILL)
+
+  return subprocess.Popen(command, env=os.environ | dict(variables), preexec_fn=prepare)
+
+
+def _free_port() -> int:
+  """A port that is free on this host, where the first member's command will listen."""
+  with socket.socket() as probe:
+    probe.bind(("", 0))
+    return probe.getsockname()[1]

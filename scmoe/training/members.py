@@ -1,0 +1,171 @@
+"""The members of an elastic run, and the plan of who trains: small files in WORKDIR/elastic/.
+
+Each process of the launcher is a member: a parent that runs the training command as a child
+(`scmoe.training.elastic`). A member writes one file about itself every second and reads those of
+the others. It counts a member as alive while that member's file goes on changing, by its own
+clock: the clocks of two hosts are never compared. The member with the lowest number among those
+alive writes the plan.
+
+Files are overwritten in place and not renamed: on NFS a host opens the current content of a file
+that it knows, but may find the old file under a name for up to a minute. A half-written file is no
+JSON and counts as unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scmoe.base.stored import StoredError, read_json
+
+FOLDER = "elastic"
+PLAN = "plan.json"
+WAITING, RUNNING, ENDED = "waiting", "running", "ended"
+REGROUP, LEAVE = "regroup", "leave"
+_MOST_BYTES = 4096
+
+
+class Member(NamedTuple):
+  """A member's description of itself, the content of its file.
+
+  Attributes:
+    number: the launcher's number of the process.
+    token: differs between two processes that claim the same number.
+    state: WAITING for a turn, RUNNING its training command, or ENDED.
+    turn: the last turn in which it ran the command; 0 if it has not yet.
+    host: name or address at which other members reach it.
+    devices: devices of its host that the command will use.
+    asks: why it asked its command to save and stop: REGROUP (members wait to join), LEAVE (it was
+      told to stop and leaves the others); "" if it did not ask.
+    code: exit code, once ENDED.
+    beat: counts the writes of the file.
+  """
+
+  number: int
+  token: str
+  state: str
+  turn: int
+  host: str
+  devices: int
+  asks: str = ""
+  code: int = 0
+  beat: int = 0
+
+
+class Plan(NamedTuple):
+  """The members that train in a turn, and their mesh.
+
+  Attributes:
+    turn: 1, 2, ... over all starts in this folder.
+    members: numbers of the members that train. The first one is process 0 of jax.distributed.
+    coordinator: host:port of that process.
+    data, expert: sizes of these axes of the mesh.
+    words: for people: the mesh, and why it is not the one of all processes.
+  """
+
+  turn: int = 0
+  members: tuple[int, ...] = ()
+  coordinator: str = ""
+  data: int = 1
+  expert: int = 1
+  words: str = ""
+
+
+_MEMBER = {"number": int, "token": str, "state": str, "turn": int, "host": str, "devices": int}
+_MEMBER |= {"asks": str, "code": int, "beat": int}
+_PLAN = {"turn": int, "members": [int], "coordinator": str, "data": int, "expert": int}
+_PLAN |= {"words": str}
+
+
+def member_file(folder: Path, number: int) -> Path:
+  """The file in which a member writes about itself."""
+  return folder / f"member_{number}.json"
+
+
+def read_member(folder: Path, number: int) -> Member | None:
+  """Reads a member's file; None if there is none or it is not whole."""
+  found = _read(member_file(folder, number), _MEMBER)
+  return Member(**{name: found[name] for name in Member._fields}) if found else None
+
+
+def read_plan(folder: Path) -> Plan | None:
+  """The newest plan; None if there is none or its file is not whole."""
+  found = _read(folder / PLAN, _PLAN)
+  if not found:
+    return None
+  values = {name: found[name] for name in Plan._fields}
+  values["members"] = tuple(found["members"])
+  return Plan(**values)
+
+
+def write(path: Path, value: Member | Plan) -> None:
+  """Overwrites a file in place; a write that fails is left to the next one, a second later."""
+  data = json.dumps(value._asdict()).encode() + b"\n"
+  with contextlib.suppress(OSError):
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+      os.pwrite(file, data, 0)
+      os.ftruncate(file, len(data))
+    finally:
+      os.close(file)
+
+
+class Others:
+  """The other members as one member sees them.
+
+  A file that was there before this object counts only once it changes: an earlier start in the
+  same folder may have left it.
+
+  Args:
+    folder: of the members' files.
+    own: number of the member that looks.
+    count: processes of the launcher.
+    silent: seconds without a change after which a member is given up.
+    clock: seconds, monotonic.
+  """
+
+  def __init__(self, folder: Path, own: int, count: int, silent: float, clock: Callable[[], float]):
+    self._folder, self._silent, self._clock = folder, silent, clock
+    self._numbers = [number for number in range(count) if number != own]
+    self._left = {number: read_member(folder, number) for number in self._numbers}
+    self._seen: dict[int, tuple[Member, float]] = {}
+    self._since = clock()
+
+  @property
+  def seconds(self) -> float:
+    """How long this object has watched."""
+    return self._clock() - self._since
+
+  def look(self) -> None:
+    """Reads all files once."""
+    for number in self._numbers:
+      member = read_member(self._folder, number)
+      if member is None or member == self._left[number]:
+        continue
+      if number not in self._seen or self._seen[number][0] != member:
+        self._seen[number] = member, self._clock()
+
+  def last(self, number: int) -> Member | None:
+    """A member's newest file, dead or alive; None if it wrote nothing since this object watches."""
+    return self._seen[number][0] if number in self._seen else None
+
+  def is_silent(self, number: int) -> bool:
+    """True if a member wrote nothing for so long that it is given up."""
+    changed = self._seen[number][1] if number in self._seen else self._since
+    return self._clock() - changed > self._silent
+
+  def alive(self) -> list[Member]:
+    """The members that have written lately and have not ended, by number."""
+    found = [self._seen[n][0] for n in sorted(self._seen) if not self.is_silent(n)]
+    return [member for member in found if member.state != ENDED]
+
+
+def _read(path: Path, shape: dict[str, Any]) -> dict[str, Any] | None:
+  try:
+    return read_json(path, shape, most=_MOST_BYTES)
+  except (OSError, StoredError):
+    return None

@@ -1,0 +1,318 @@
+"""Elastic runs: who trains when a process is lost, comes back, leaves or ends."""
+
+import signal
+
+import pytest
+
+from scmoe.base.errors import ConfigError
+from scmoe.training.elastic import FIRST_SECONDS, Choice, Launch, Supervisor
+from scmoe.training.members import (
+  ENDED,
+  LEAVE,
+  PLAN,
+  WAITING,
+  Member,
+  Others,
+  Plan,
+  member_file,
+  read_member,
+  read_plan,
+  write,
+)
+
+SILENT = 15.0
+
+
+class FakeChild:
+  """A training command that the test ends."""
+
+  def __init__(self, plan, index):
+    self.plan, self.index, self.pid = plan, index, 1000 + plan.turn
+    self.code, self.signals = None, []
+
+  def poll(self):
+    return self.code
+
+  def wait(self):
+    return self.code
+
+  def kill(self):
+    self.code = -9
+
+  def send_signal(self, number):
+    self.signals.append(number)
+
+
+class Site:
+  """Members on one clock; `mesh` says how many of so many processes a mesh can use."""
+
+  def __init__(self, folder, count=4, *, mesh=lambda processes: processes, restarts=2):
+    self.folder, self.count, self.mesh, self.restarts = folder, count, mesh, restarts
+    self.now, self.step, self.released = 0.0, 0, 0
+    self.members, self.codes, self.trains = {}, {}, True
+    for number in range(count):
+      self.start(number)
+
+  def start(self, number, devices=2):
+    launch = Launch(
+      choose=lambda n, devices: Choice(self.mesh(n), self.mesh(n) * devices, 1, "words"),
+      start=FakeChild,
+      trains=lambda pid: self.trains,
+      progress=lambda: self.step,
+      release=self.release,
+    )
+    self.codes.pop(number, None)
+    self.members[number] = Supervisor(
+      self.folder,
+      number,
+      self.count,
+      host="127.0.0.1",
+      devices=devices,
+      launch=launch,
+      restarts=self.restarts,
+      silent=SILENT,
+      clock=lambda: self.now,
+    )
+
+  def release(self):
+    self.released += 1
+
+  def lose(self, number):
+    """The host of a member is gone: it and its command do nothing any more."""
+    del self.members[number]
+
+  def passes(self, seconds):
+    for _ in range(int(2 * seconds)):
+      self.now += 0.5
+      for number in list(self.members):
+        code = self.members[number].tick()
+        if code is not None:
+          self.codes[number] = code
+          self.lose(number)
+
+  @property
+  def turn(self):
+    return read_plan(self.folder).turn
+
+  @property
+  def training(self):
+    return [n for n, member in self.members.items() if member.child is not None]
+
+  def end(self, code, *numbers):
+    for number in numbers or self.training:
+      self.members[number].child.code = code
+
+
+@pytest.fixture
+def site(tmp_path):
+  site = Site(tmp_path)
+  site.passes(3)
+  return site
+
+
+def test_all_begin_together(site):
+  assert site.training == [0, 1, 2, 3]
+  plan = read_plan(site.folder)
+  assert (plan.turn, plan.members, plan.data) == (1, (0, 1, 2, 3), 8)
+  assert plan.coordinator.startswith("127.0.0.1:")
+  assert [site.members[n].child.index for n in range(4)] == [0, 1, 2, 3]
+  assert not site.released
+
+
+def test_the_first_turn_waits_for_all(tmp_path):
+  site = Site(tmp_path, 3)
+  site.lose(2)
+  site.passes(FIRST_SECONDS - 2)
+  assert not site.training
+  site.passes(5)
+  assert read_plan(tmp_path).members == (0, 1)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_the_others_go_on_without_a_silent_one_and_take_it_back(site, capsys, victim):
+  rest = [n for n in range(4) if n != victim]
+  site.lose(victim)
+  site.passes(SILENT - 3)
+  assert site.turn == 1
+  site.passes(5)
+  assert site.training == rest
+  assert site.turn == 2
+  assert [site.members[n].child.index for n in rest] == [0, 1, 2], "numbers without a gap"
+  assert site.released == 1, "the lock of the lost process 0 must not keep the next turn out"
+  said = capsys.readouterr().err
+  assert f"process {victim} is silent; restart 1 of 2" in said
+  assert f"turn 2 begins with process {', '.join(map(str, rest))} without {victim}: words" in said
+
+  site.start(victim)
+  site.passes(4)
+  first = site.members[rest[0]].child
+  assert first.signals == [signal.SIGTERM], "saves before the mesh changes"
+  assert all(not site.members[n].child.signals for n in rest[1:]), "jax passes it on"
+  site.end(75)
+  site.passes(3)
+  assert sorted(site.training) == [0, 1, 2, 3]
+  assert site.turn == 3
+  assert not site.codes
+
+
+def test_a_command_that_dies_costs_the_others_theirs(site):
+  """Its supervisor lives, so that the next turn has all members, without waiting for silence."""
+  site.end(-9, 2)
+  site.passes(8)
+  assert site.turn == 2
+  assert site.training == [0, 1, 2, 3]
+
+
+def test_restarts_without_progress_end_it(site, capsys):
+  for _ in range(2):
+    site.end(1)
+    site.passes(8)
+  assert site.turn == 3
+  site.end(134)
+  site.passes(4)
+  assert site.codes == dict.fromkeys(range(4), 134)
+  assert "after 2 restarts without a new checkpoint; giving up" in capsys.readouterr().err
+
+
+def test_progress_gives_the_restarts_back(site):
+  for _ in range(5):
+    site.step += 1
+    site.end(1)
+    site.passes(4)
+  assert site.turn == 6
+  assert not site.codes
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 6, 75])
+def test_what_a_restart_would_not_mend_ends_all(site, code):
+  """75 without a request of ours: somebody stopped the commands, or `train.stop_after` did."""
+  site.end(code)
+  site.passes(3)
+  assert site.codes == dict.fromkeys(range(4), code)
+
+
+def test_one_that_ends_for_good_ends_those_that_lost_it(site):
+  site.end(2, 1)
+  site.end(134, 0, 2, 3)
+  site.passes(3)
+  assert site.codes == dict.fromkeys(range(4), 2)
+
+
+def test_a_spare_waits_and_ends_with_the_run(tmp_path):
+  """A mesh for three does not fit: two train, one waits until the fourth is there."""
+  site = Site(tmp_path, mesh=lambda processes: 4 if processes == 4 else min(processes, 2))
+  site.passes(3)
+  site.lose(3)
+  site.passes(SILENT + 5)
+  assert site.training == [0, 1]
+  assert read_plan(tmp_path).members == (0, 1)
+  assert not site.members[0].child.signals, "a third process would not make the mesh larger"
+  site.start(3)
+  site.passes(3)
+  assert site.members[0].child.signals == [signal.SIGTERM]
+  site.end(75)
+  site.passes(3)
+  assert sorted(site.training) == [0, 1, 2, 3]
+  site.lose(3)
+  site.passes(SILENT + 5)
+  site.end(0)
+  site.passes(3)
+  assert site.codes == {0: 0, 1: 0, 2: 0}
+
+
+def test_a_run_that_has_not_begun_to_train_is_not_asked_to_stop(site):
+  site.trains = False
+  site.lose(3)
+  site.passes(SILENT + 5)
+  site.start(3)
+  site.passes(5)
+  assert not site.members[0].child.signals
+  site.trains = True
+  site.passes(1)
+  assert site.members[0].child.signals
+
+
+def test_one_that_is_told_to_stop_leaves_and_the_others_go_on(site):
+  site.members[1].asked = True
+  site.passes(1)
+  assert site.members[1].child.signals == [signal.SIGTERM]
+  assert read_member(site.folder, 1).asks == LEAVE
+  site.end(75)
+  site.passes(3)
+  assert site.codes == {1: 75}
+  assert site.training == [0, 2, 3]
+
+
+def test_all_that_are_told_to_stop_end(site):
+  for member in site.members.values():
+    member.asked = True
+  site.passes(1)
+  site.end(75)
+  site.passes(3)
+  assert site.codes == dict.fromkeys(range(4), 75)
+
+
+def test_files_of_an_earlier_start_do_not_count(tmp_path):
+  """A run that ended is started again in its folder: old members are neither alive nor ended."""
+  site = Site(tmp_path, 2)
+  site.passes(3)
+  site.end(0)
+  site.passes(2)
+  again = Site(tmp_path, 2)
+  again.passes(1)
+  assert again.codes == {}
+  again.passes(3)
+  assert again.turn == 2
+  assert again.training == [0, 1]
+
+
+def test_two_processes_with_one_number(tmp_path):
+  site = Site(tmp_path, 2)
+  site.passes(1)
+  first = site.members[1]
+  site.start(1)
+  site.passes(1)
+  site.now += 2
+  with pytest.raises(ConfigError, match="another process is number 1 of this run"):
+    first.tick()
+
+
+def test_a_mesh_that_fits_nobody_ends_all(tmp_path):
+  def none_fits(processes):
+    raise ConfigError("no mesh")
+
+  site = Site(tmp_path, 2, mesh=none_fits)
+  for _ in range(2):
+    with pytest.raises(ConfigError, match="no mesh"):
+      site.passes(2)
+    first = min(site.members)
+    assert (read_member(tmp_path, first).state, read_member(tmp_path, first).code) == (ENDED, 2)
+    site.lose(first)
+    site.now += FIRST_SECONDS
+
+
+def test_another_number_of_devices_is_said(tmp_path, capsys):
+  site = Site(tmp_path, 3)
+  site.start(2, devices=1)
+  site.passes(3)
+  assert site.training == [0, 1]
+  assert "every process needs 2 devices: 2 has 1" in capsys.readouterr().err
+
+
+def test_half_written_files_count_as_unchanged(tmp_path):
+  now = [0.0]
+  others = Others(tmp_path, 0, 2, SILENT, lambda: now[0])
+  member = Member(1, "token", WAITING, 0, "host", 2, beat=1)
+  write(member_file(tmp_path, 1), member)
+  others.look()
+  assert others.alive() == [member]
+  member_file(tmp_path, 1).write_text('{"number": 1, "to')
+  now[0] = SILENT
+  others.look()
+  assert others.alive() == [member]
+  now[0] = SILENT + 1
+  assert others.is_silent(1)
+  assert others.alive() == []
+  write(tmp_path / PLAN, Plan(3, (0, 2), "host:1", 4, 2, "words" * 100))
+  write(tmp_path / PLAN, plan := Plan(4, (0,), "host:1", 2, 2, "words"))
+  assert read_plan(tmp_path) == plan

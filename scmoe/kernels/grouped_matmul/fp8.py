@@ -52,14 +52,18 @@ def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
 
 
 def rounded_rows(x_RK: Float[Array, "*R K"]) -> Float[Array, "*R K"]:
-  """Rounds every row to fp8 and back to its type. A second rounding changes nothing more."""
+  """Rounds every row to fp8 and back to its type; a second rounding changes no finite result.
+
+  In float16 a magnitude of 63,488 or more becomes infinite: fp8 rounds it to 65,536, which float16
+  cannot hold.
+  """
   q_RK, scale_RB = _kept(quantised_rows(x_RK))
   scale_RK = jnp.repeat(scale_RB, BLOCK, axis=-1)[..., : x_RK.shape[-1]]
   return (q_RK.astype(jnp.float32) * scale_RK).astype(x_RK.dtype)
 
 
 def rounded_matrices(w_GKN: Float[Array, "G K N"]) -> Float[Array, "G K N"]:
-  """Rounds every matrix to fp8 and back to its type. A second rounding changes nothing more."""
+  """Does `rounded_rows` for matrices, with a scale for each 128 x 128 elements."""
   q_GKN, scale_GBC = _kept(quantised_matrices(w_GKN))
   repeat = lambda s, axis: jnp.repeat(s, BLOCK, axis=axis)
   scale_GKN = repeat(repeat(scale_GBC, 1), 2)[:, : w_GKN.shape[1], : w_GKN.shape[2]]

@@ -149,7 +149,7 @@ def _insert_pairs(result: list[Tiling], product: Product, out_itemsize: int) -> 
 
 
 def _covers(size: int, width: int) -> bool:
-  """Whether tiles of `size` columns may cover a result of `width` columns.
+  """Whether tiles of `size` columns (or rows) may cover a result of `width` columns (or rows).
 
   Tiles of 64 columns must divide the width, and so must wider tiles if 128 divides it. On other
   widths wider tiles may compute some columns twice (`tile_order.first_of`), at most 7 % of them:

@@ -52,7 +52,7 @@ def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
 
 
 def rounded_rows(x_RK: Float[Array, "*R K"]) -> Float[Array, "*R K"]:
-  """Rounds every row to fp8 and back to its type; a second rounding changes no finite result.
+  """Rounds every row to fp8 and back to its type. A second rounding changes no finite row.
 
   In float16 a magnitude of 63,488 or more becomes infinite: fp8 rounds it to 65,536, which float16
   cannot hold.

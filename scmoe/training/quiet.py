@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,24 +14,31 @@ def quiet_libraries() -> None:
 
   orbax logs tracebacks, so the loggers `absl` and `asyncio` are set to critical errors only. When
   one of orbax's reads or writes fails, it closes its event loop. Every other read or write then
-  raises in a tensorstore thread, and tensorstore passes the exception to `sys.unraisablehook`: over
-  a hundred tracebacks for one full disk, which are dropped.
+  raises in a tensorstore thread, or in the coroutine that Python closes unfinished when it exits.
+  Both exceptions reach `sys.unraisablehook`: over a hundred tracebacks for one full disk or one
+  damaged file, which are dropped.
   """
   for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
-  if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
-    sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
+  if not isinstance(sys.unraisablehook, _WithoutAbandoned):
+    sys.unraisablehook = _WithoutAbandoned(sys.unraisablehook)
 
 
-class _WithoutClosedLoops:
-  """A `sys.unraisablehook` that passes on all exceptions but "Event loop is closed"."""
+class _WithoutAbandoned:
+  """A `sys.unraisablehook` that passes on all exceptions but those of orbax's abandoned work.
+
+  These are "Event loop is closed", and whatever a coroutine of orbax raises.
+  """
 
   def __init__(self, hook: Callable[..., Any]):
-    self._hook = hook
+    # While Python exits, names of this module are None already, but attributes are still there.
+    self._hook, self._coroutine = hook, types.CoroutineType
 
   def __call__(self, unraisable: Any) -> None:
-    error = unraisable.exc_value
-    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+    error, thing = unraisable.exc_value, unraisable.object
+    closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    abandoned = isinstance(thing, self._coroutine) and "orbax" in thing.cr_code.co_filename
+    if not (closed or abandoned):
       self._hook(unraisable)
 
 

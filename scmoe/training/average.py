@@ -21,7 +21,7 @@ class Average:
   """Says how the average of the weights follows them, step by step.
 
   Attributes:
-    decay: share of the average that a step keeps, below 1.
+    decay: share of the average that a step keeps, below 1; early steps keep less (`decay_at`).
   """
 
   decay: float
@@ -37,7 +37,7 @@ class Average:
     """The decay in step n + 1, with `step` = n steps before: min(decay, (1 + n) / (10 + n)).
 
     That is the warm-up of TensorFlow's `ExponentialMovingAverage` (`num_updates`). Without it the
-    random first weights would keep a share of decay^n.
+    random first weights would have a share of decay^n in the average of n steps.
     """
     count = step.astype(jnp.float32)
     return jnp.minimum(self.decay, (1 + count) / (10 + count))

@@ -24,13 +24,13 @@ CARD_SHAPE = {
   "parameters": Maybe(dict),
   "starts": Maybe([dict]),
 }
-# Environment variables that change how jax computes. The card leaves out all others: they may hold
-# secrets.
+# The environment variables that the card holds: they change how jax computes. All others are left
+# out, since they may hold secrets.
 _VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVICES", "NCCL_ALGO")
 
 
 def write_card(workdir: Path, **said: Any) -> None:
-  """Writes the card of a new start; its list `starts` has an entry for every start so far.
+  """Writes the card of a new start; its list `starts` adds this start to those of the card before.
 
   Args:
     workdir: of the run; exists.

@@ -349,8 +349,8 @@ class Checkpointer:
 def _weights(abstract: PyTree, meta: dict) -> PyTree:
   """The part of `abstract` that a step with this meta holds.
 
-  That is all of `abstract`. Of a step that was not trained (`WEIGHTS_ONLY`) it is a dictionary of
-  the parameters and of the router state that the step stores.
+  A step of a training run holds all of it. For a step of weights alone (`WEIGHTS_ONLY`) the result
+  is a dictionary: `params`, and the part of `router` that the step stores.
   """
   if not meta.get(WEIGHTS_ONLY):
     return abstract

@@ -75,7 +75,7 @@ class Child(Protocol):
 
 
 class Choice(NamedTuple):
-  """The mesh for some processes: how many of them train, sizes of two axes, and words."""
+  """The mesh for some processes: how many of them train, two axes' sizes, and a text for people."""
 
   processes: int
   data: int
@@ -135,7 +135,9 @@ class Supervisor:
     self.child: Child | None = None
     self.plan = Plan()
     self.latest = read_plan(folder) or Plan()
-    self._left = self.latest.turn  # of an earlier start, or behind this member: later turns count
+    # The newest turn that was planned before this member started, or that it has begun: it joins
+    # only later ones.
+    self._left = self.latest.turn
     self.me = Member(number, secrets.token_hex(8), WAITING, 0, host, devices)
     self.others = Others(folder, number, count, silent, clock)
     self._written = -_BEAT_SECONDS
@@ -179,7 +181,11 @@ class Supervisor:
   # -- between two turns ------------------------------------------------------------------------
 
   def _wait(self) -> int | None:
-    """Begins the next turn once it is planned, or plans it if this member is the first one."""
+    """Begins the turn that is planned, if this member is in it; the first one alive plans it.
+
+    Returns:
+      the member's exit code if it was told to stop or the run has ended; else None.
+    """
     if self.asked:
       return Preempted.code
     if (code := self._ended_for_good()) is not None:
@@ -202,7 +208,11 @@ class Supervisor:
     return None
 
   def _may_plan(self, alive: Sequence[Member]) -> bool:
-    """True if all that live wait, and the missing ones had time to show that they live."""
+    """True if a turn may be planned now.
+
+    That is so if no living member runs its command, the pause before this member's restart is over,
+    and the missing members had time to show that they live.
+    """
     if any(member.state == RUNNING for member in alive) or self.clock() < self._resumes_at:
       return False
     if len(alive) == self.count or self.me.turn:
@@ -346,7 +356,7 @@ def supervise(member: Supervisor) -> int:
 
 
 def start_child(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-  """Starts a command that the kernel ends when this process dies, as on a lost host.
+  """Starts a command; on Linux the kernel ends it when this process dies.
 
   Args:
     command: program and arguments.

@@ -37,7 +37,8 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
   """Fingerprints (8 hexadecimal digits) of arrays, and whether each is finite throughout.
 
   The devices that hold an array compute both. For an array in the host's memory the host does, one
-  array after the other; if the host cannot read its type, its devices get a copy of it. Processes
+  array after the other; if it is a scalar, or of a type that `_walk` cannot read, its devices get a
+  copy of it. Processes
   that divide such an array each read their own shards. With several processes all must call this.
   """
   found = {i: _walked(leaf) for i, leaf in enumerate(leaves) if _is_walked(leaf)}
@@ -60,7 +61,8 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
 
 # An array on a CPU is read in blocks if it has at least this many elements.
 _WALKED = 2**20
-# Elements of the largest block; but if no number from 129 to 1,024 divides a row, it is a block.
+# Elements of the largest block. If no number from 129 to 1,024 divides the length of the last
+# dimension, a block has that length instead.
 _BLOCK = 1024
 _EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 _INTEGERS = {"int8", "uint8", "int16", "uint16", "int32", "uint32"}

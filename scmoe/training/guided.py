@@ -32,11 +32,12 @@ WARM_UP = 1
 
 
 class GuidedStep:
-  """A jitted step that, on NVIDIA GPUs, is compiled with a profile of itself, kept or new.
+  """A jitted step that, if asked for, is compiled with a profile of itself, kept or new.
 
-  It is so with `overlap.ablation.profile_guided`. If no profile is kept, the step profiles its
-  first calls and is compiled a second time. Call it like the step. Several processes must compile
-  the same program: each runs the profiler, and all use the profile of process 0, new or kept.
+  `overlap.ablation.profile_guided` asks for it, on NVIDIA GPUs. If no profile is kept, the step
+  profiles its first calls and is compiled a second time. Call it like the step. Several processes
+  must compile the same program: each runs the profiler, and all use the profile of process 0, new
+  or kept.
 
   Args:
     step: a `jax.jit`-ed function; compiled here with the options of `overlap`.

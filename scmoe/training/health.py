@@ -1,4 +1,4 @@
-"""An alarm for collapsed routers, which send all tokens to a few experts.
+"""An alarm for collapsed routers, which leave many experts idle or send most tokens to a few.
 
 A collapse raises no error and hardly changes the loss at first. The per-layer statistics
 (`scmoe.moe.losses.statistics`) show it at once, the quality of the model too late.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-# A layer has collapsed if more than the share DEAD of its E experts have no token, or if its
+# A layer has collapsed if more than the share DEAD of its E experts get no token, or if its
 # diversity, which is exp(entropy of the load) / E, is below DIVERSITY.
 DEAD = 0.25
 DIVERSITY = 0.3

@@ -13,7 +13,7 @@ from scmoe.training.options import CheckpointConfig
 class Batches(Protocol):
   """An iterator over this process's microbatches: `Batch`es, or `ImageBatch`es, of numpy arrays.
 
-  Their leaves are [B / processes, ...].
+  Their leaves are [B / processes, ...], for microbatches of B sequences or images.
   """
 
   def __iter__(self) -> Iterator[Batch]: ...

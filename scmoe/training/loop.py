@@ -54,10 +54,10 @@ class Trainer:
       None once that is true. A step that is both saved and evaluated is saved first, so that a
       failing evaluation loses no step. `evaluate` None: no evaluation.
     sample: `state` -> text; called after the evaluation, if a step has both. None: no samples.
-    header: text printed before all other lines of the run; "": none.
+    header: text printed once, before the line that says where the run begins; "": none.
     card: this start's arguments for `scmoe.training.card.write_card`; None: no card.
-    warm_start: state -> state with other parameters; called for a new run, before its first step.
-      None: a new run keeps its fresh parameters.
+    warm_start: state -> state with other parameters; called before the first step of a run that
+      finds no checkpoint in the workdir. None: such a run keeps its fresh parameters.
     teacher: makes `TrainState.teacher`; called at every start, since checkpoints omit it.
   """
 
@@ -258,7 +258,6 @@ class Run:
       self._introduce("new run in" if restored is None else _origin(restored.meta))
     self.journal.open(self.step)
     if restored is not None and self.due(self.train.eval_every) and not self._evaluated():
-      # The run was stopped between this step's checkpoint and its evaluation.
       self.evaluate()
 
   @contextlib.contextmanager
@@ -273,8 +272,8 @@ class Run:
   def _while_read(self, meta: dict[str, Any]) -> None:
     """Describes the run and compiles, while another thread reads the arrays of a checkpoint.
 
-    Both take seconds (reading: 3 s for 4 GB; tracing and loading a kept program: 5 s), so they go
-    on at once. A run that has no step left to do, or was asked to stop, compiles nothing.
+    Both take seconds (reading: 3 s for 4 GB; tracing and loading a kept program: 5 s), so they run
+    side by side. A run that has no step left to do, or was asked to stop, compiles nothing.
 
     Args:
       meta: of that checkpoint. Should its arrays prove damaged, the one before it is read instead,
@@ -286,7 +285,7 @@ class Run:
       self.compile_early()
 
   def compile_early(self) -> None:
-    """Compiles the training step before the checkpoint is read whole."""
+    """Compiles the training step while the checkpoint's arrays are read."""
     with self.preparing():
       self.step_fn.compile(self.abstract, self.abstract_batch)
 
@@ -316,7 +315,8 @@ class Run:
   def finish(self) -> TrainState:
     """Saves; raises `Preempted` if the run was stopped, or else evaluates, samples and sums up.
 
-    An evaluation or a sample that the last step has already is not repeated.
+    An evaluation that the last step has already is not repeated. There is no sample if
+    `train.sample_every` is not 0 and divides the last step's number.
 
     Returns:
       the final state, as a checkpoint holds it.
@@ -352,14 +352,14 @@ class Run:
   def _compare(self, meta: dict[str, Any]) -> None:
     """Refuses a checkpoint of another configuration or other data; prints permitted changes.
 
-    In a checkpoint of weights alone only the architecture is compared.
+    A checkpoint of weights alone is no step of this run: only its architecture is compared, and
+    nothing is printed.
 
     Raises:
       ConfigError, DataError: as `check_config` and `check_data`.
     """
     allow = self.built.checkpoint.allow_config_change
     current, stored = json.loads(json.dumps(self.built.config)), meta.get("config", {})
-    # A checkpoint of weights alone is no step of this run: only the architecture has to match.
     if meta.get(WEIGHTS_ONLY):
       check_config(architecture(stored), architecture(current), allow_change=allow)
       return
@@ -383,6 +383,8 @@ class Run:
   def one_step(self) -> None:
     """Dispatches a step; reads and logs the previous step's results while the device works.
 
+    If the run may end with the dispatched step, its results are read and logged, too.
+
     Raises:
       DataError: the data ended.
       NonFiniteError: as `flush`.
@@ -400,7 +402,8 @@ class Run:
     """Notes that a step was dispatched, and reads the results of the step before it.
 
     Args:
-      results: of the dispatched step; the next call reads them, or this one if the run may end.
+      results: of the dispatched step. If the run may end with it, this call reads them, else the
+        next `flush` does.
 
     Raises:
       NonFiniteError: as `flush`.
@@ -418,9 +421,10 @@ class Run:
       self.flush()
 
   def next_batch(self) -> Batch:
-    """The A microbatches of one optimizer step, stacked to one batch [A, B / processes, ...].
+    """This process's part of one optimizer step's batch, [A, B / processes, ...].
 
-    The batch stays in `batch` until the next one.
+    A is the number of microbatches, B the sequences of each. The batch stays in `batch` until the
+    next one.
 
     Raises:
       DataError: the data ended.
@@ -466,7 +470,7 @@ class Run:
       self._give_up(step, values)
 
   def _give_up(self, step: int, values: dict[str, Any]) -> None:
-    """Writes the files that repeat the failed step, then raises `NonFiniteError`."""
+    """Writes the files with which `scmoe.replay` repeats the step; raises `NonFiniteError`."""
     state = self.state.for_checkpoint()
     how = {"step": step, "seed": self.train.seed, "variant": self.step_fn.variant.given}
     left = write_replay(

@@ -3,9 +3,9 @@
 float16's smallest positive number is 6e-8. The gradient of a mean over 8,192 tokens starts at 1e-4
 and shrinks on its way back: unscaled, the gradients of queries and keys are off by half or more. So
 the step multiplies the loss by a factor before it takes gradients, and divides the gradients by it
-in float32. A dynamic factor stays as large as possible: an overflow halves it (down to 1) and skips
-the step, `window` steps in a row without overflow double it (up to 2^24; Micikevicius et al., arXiv
-1710.03740; Megatron-LM `--loss-scale-window`).
+in float32. A dynamic factor stays as large as possible: a step whose loss or gradients are not
+finite is skipped and halves it (down to 1), `window` finite steps in a row double it (up to 2^24;
+Micikevicius et al., arXiv 1710.03740; Megatron-LM `--loss-scale-window`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class LossScaling:
   def init(self) -> dict[str, Array]:
     """The state before step 0: `factor`, float32 [], and `good`, int32 [].
 
-    `good` is the number of finite steps in a row, counted anew after `window` of them.
+    `good` is the number of finite steps in a row, counted anew after `window` of them. With a fixed
+    factor it stays 0.
     """
     return {
       "factor": jnp.asarray(self.fixed or START, jnp.float32),

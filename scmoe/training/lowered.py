@@ -168,7 +168,7 @@ def _as_step(program: bytes, traced: Any) -> Any:
 
 
 def _read(file: Path) -> bytes | None:
-  """The program that a file keeps; None if there is no file, or its digest does not fit."""
+  """The program that a file keeps; None if it cannot be read, or its digest does not fit."""
   try:
     content = read_bytes(file, _MOST)
   except (OSError, StoredError):

@@ -149,8 +149,8 @@ def _is_away(leaf: Any) -> bool:
 def _changed_on_host(leaf: Any) -> Any:
   """Joins `Halves` whose `low` lies in the host's memory, or halves a float32 array there.
 
-  The float32 array lies in the host's memory. Of the halves, `low` does, and `high` lies on the
-  devices, with the same sharding.
+  The float32 array and `low` lie in the host's memory, `high` on the devices. A float32 array's
+  halves both get its sharding; `Halves` that are joined give an array with the sharding of `low`.
   """
   if is_halves(leaf):
     return made_on_host(

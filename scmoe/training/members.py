@@ -103,7 +103,10 @@ def read_plan(folder: Path) -> Plan | None:
 
 
 def write(path: Path, value: Member | Plan) -> None:
-  """Overwrites a file in place; a write that fails is left to the next one, a second later."""
+  """Overwrites a file in place. A write that fails raises nothing.
+
+  A member writes its own file again a second later; nobody writes the same plan again.
+  """
   data = json.dumps(value._asdict()).encode() + b"\n"
   with contextlib.suppress(OSError):
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)

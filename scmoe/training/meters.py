@@ -1,4 +1,4 @@
-"""Figures that are measured over several steps: means of losses, seconds per step, memory."""
+"""Figures over several steps: means of scalars, seconds per step; and the peak of memory."""
 
 from __future__ import annotations
 

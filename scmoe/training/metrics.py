@@ -214,9 +214,10 @@ class Tracker:
 
 
 class Metrics:
-  """Writes to metrics.jsonl and to the sinks; a sink that fails is dropped with one warning.
+  """Writes a run's figures to metrics.jsonl, to the sinks and to router files.
 
-  Router files of steps after `resumed_step` are removed at once.
+  A sink that fails is dropped with one warning. Router files of steps after `resumed_step` are
+  removed at once.
 
   Args:
     workdir: of the run.

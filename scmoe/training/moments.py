@@ -49,7 +49,8 @@ def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationEx
       name = jax.tree_util.keystr(path).encode()
       if not narrowed(old):
         return new
-      # With the layer's place in its stack, a layer alone draws the same bits as in the stack.
+      # If `update` sees one layer of a stack, `layer` is its number there. The place of its first
+      # element gives it the bits that an update of the whole stack would draw for it.
       first = extra.get("layer", 0) * new.size
       return rounded(new, extra["step"], zlib.crc32(name), first)
 
@@ -65,7 +66,8 @@ def rounded(x: Array, step: Array, salt: int, first: int = 0) -> Array:
     x: finite; any shape.
     step: int32 [], of the run.
     salt: uint32, different for each array of a step.
-    first: position of the first element of `x` in the array of which it is a part; 0: `x` is whole.
+    first: position of the first element of `x` in the array of which it is a part; 0: `x` is whole,
+      or the beginning.
   """
   seed = mixed(step.astype(jnp.uint32) ^ mixed(jnp.uint32(salt)))
   place = positions(x.shape) + jnp.uint32(first % 2**32)

@@ -55,7 +55,7 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   """A function from the optimizer step n, 0 <= n < `steps`, to its learning rate.
 
   Warm-up of w = min(warmup_steps, steps // 2) steps gives (n + 1) / (w + 1) of the peak: the first
-  step already learns, and a run made short for a trial still has a peak and a decay.
+  step already learns, and a run made short for a trial still reaches the peak.
   """
   peak, warmup = cfg.learning_rate, min(cfg.warmup_steps, steps // 2)
   decay = min(round(cfg.decay_fraction * steps), steps - warmup)

@@ -1,4 +1,4 @@
-"""Keeps the tracebacks of orbax and tensorstore off standard error."""
+"""One line for each error: no tracebacks of orbax and tensorstore, no line breaks in texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares configuration and data of a resumed run with those of its checkpoint."""
+"""Compares a run's configuration and data with those of a checkpoint that it resumes or reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from scmoe.data.pipeline import INFORMATIVE
 
 # Fields and sections that a resumed run may change. They decide how long the run is, when it
 # reports, saves or gives up, and where, in which order and with which kernels it computes, not what
-# a step computes. Only loads and plan of tasks say what the next steps compute: the run plans anew.
+# a step computes, but for rounding. Three do more: `train.steps` stretches the schedule of the learning rate, and
+# after a change of `multitask.loads` or `multitask.plan` the run plans anew what its next steps
+# compute.
 SAFE = (
   "name",
   "model.ffn.impl",
@@ -65,9 +67,10 @@ def architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_architecture(stored: dict[str, Any], current: dict[str, Any]) -> str:
-  """Names the fields of `model` and `router` by which two configurations compute other functions.
+  """Says in which fields of `model` and `router` two configurations compute other functions.
 
-  "" if there are none: then parameters of the one can be used with the other.
+  It names the first three fields, and the number of further ones; "" if there are none: then
+  parameters of the one can be used with the other.
 
   Args:
     stored, current: nested dicts of whole configurations.

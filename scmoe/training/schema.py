@@ -142,7 +142,8 @@ _SECTIONS = {
 def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
   """A checkpoint's description of any schema, converted to the present one.
 
-  A leaf that is stored under an older name has that name in `stored_as`.
+  From schema 1, each leaf has the name under which it is stored in `stored_as`, and leaves that are
+  read no longer are left out.
 
   Raises:
     CheckpointError: this version does not know the schema.

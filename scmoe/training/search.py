@@ -2,7 +2,8 @@
 
 All candidates compute the same result, so they can be compared by their time. A candidate replaces
 the one kept so far only if it is faster by more than the spread of both (`against`): a difference
-that the next measurement may turn round is no reason to leave what is configured.
+that the next measurement may turn round is no reason to leave what is configured. A caller may ask
+for a margin, too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def against(candidate: Timing, kept: Timing, margin: float) -> tuple[bool, str]:
 
   Returns:
     whether the candidate replaces the kept one, and the comparison, to which the caller adds "than"
-    and the kept one's name: "5.2 % faster", "3.0 % slower", "within the spread, 0.4 % faster".
+    and the kept one's name: "5.2 % faster", "3.0 % slower", "within the spread, 0.4 % faster",
+    "only 0.4 % faster".
   """
   gain = 1 - candidate.median / kept.median if kept.median else 0.0
   if gain <= 0:
@@ -100,7 +102,7 @@ class Search:
     self.seconds, self.most_steps, self.margin = seconds, most_steps, margin
     self.where = where
     self.measured: dict[Variant, list[float]] = {}
-    # Seconds from the start of a variant's compilation to the end of its profile.
+    # Seconds from the start of a variant's compilation until its steps can be timed.
     self.prepared: dict[Variant, float] = {}
     # Why a variant is left out: there was no time for it, or XLA could not compile it.
     self.untried: dict[Variant, str] = {}

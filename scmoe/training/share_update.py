@@ -5,7 +5,8 @@ With `moments` it then gathers the updated shares. If parameters are stored in h
 (`scmoe.training.masters`), only the bfloat16 halves are gathered, 2 bytes a parameter: the other
 halves lie with the moments, because no model reads them.
 
-Bytes a rank stores for each parameter, with float32 moments (8 bytes) and N ranks:
+Bytes a rank stores for each parameter, with float32 moments (8 bytes) and N ranks; the last two
+columns are the sums, with parameters in halves:
 
 | mesh.shard_state | parameters                       | moments | N = 2 | N = 8 |
 |------------------|----------------------------------|---------|-------|-------|
@@ -28,7 +29,7 @@ PyTree = Any
 
 
 def stored_shardings(params: PyTree, shares: StateShares | None) -> tuple[PyTree, PyTree]:
-  """(shardings of the stored parameters, shardings of the moments and of every `Halves.low`).
+  """(shardings of the stored parameters; of the moments, the average and every `Halves.low`).
 
   Args:
     params: NamedShardings of whole parameters.
@@ -42,7 +43,7 @@ def stored_shardings(params: PyTree, shares: StateShares | None) -> tuple[PyTree
 
 
 def own_shares(params: PyTree, shares: StateShares | None) -> PyTree:
-  """This rank's shares of the stored parameters, arrays or `Halves`."""
+  """This rank's shares of the stored parameters, arrays or `Halves`; all if `shares` is None."""
   if shares is None or shares.parameters:
     return params
   high = shares.own(readable(params))

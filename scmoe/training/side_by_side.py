@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed, trained side by side by one compiled program.
+"""Runs that differ only in name and seed, trained side by side by one compiled program.
 
 A small model leaves most of a GPU idle: each of its kernels is too short, or too small, to fill the
 device. The step of S seeds is `jax.vmap` of the step of one, over state, batch and seed, so each
@@ -10,9 +10,9 @@ Each run is otherwise the one that `Trainer.run` trains alone: it has its own fo
 checkpoints, initial weights and order of the data. Such a folder can be resumed alone, and runs
 that were begun alone can go on side by side.
 
-One run's failure ends no other: the seeds are independent. A failed run's steps are still computed,
-but it is no longer logged, saved or evaluated. Every run's metrics give the seconds of the
-program's step, which is a step of all runs.
+A run that fails with `NonFiniteError` ends no other. Its steps are still computed, but it is no
+longer logged, saved, evaluated or sampled. Any other error ends all runs. Every run's metrics give
+the seconds of the program's step, which is a step of all runs.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def check_side_by_side(builts: Sequence[Any]) -> None:
     builts: the `Trainable` of each.
 
   Raises:
-    ConfigError: they differ in more than name and seed, use several devices or processes, or have
-      an option that needs a program of its own.
+    ConfigError: they differ in more than name and seed, two have the same seed, a seed is too
+      large, they use several devices or processes, or an option needs a program for each run.
   """
   first = builts[0]
   if first.mesh.size > 1 or jax.process_count() > 1:
@@ -162,7 +162,7 @@ def make_seeds_step(
   All leaves have a leading dimension S. The given states are donated.
 
   Args:
-    objective: of any of the runs; `Objective.seeded` makes those of the others.
+    objective: of any of the runs; its `seeded` makes the one of each run.
     optimizer: of all runs.
     abstract: of one run, on a mesh of one device.
     gradient_dtype, flight: as of `make_train_step`.
@@ -218,7 +218,7 @@ class Lane(Run):
 
 
 class _Row:
-  """The `Results` of one run's step: row `row` of the results `shared` of all runs' steps."""
+  """The `Results` of one run: row `row` of `shared`, the results of a step of all runs."""
 
   def __init__(self, shared: _Shared, row: int):
     self._shared, self._row = shared, row
@@ -290,7 +290,7 @@ class _Together:
     return self._finish()
 
   def one_step(self) -> None:
-    """Dispatches a step of all runs; then each run reads and logs its previous step."""
+    """Dispatches a step of all runs; then calls `Run.stepped` of each that has not failed."""
     first = self.lanes[0]
     first.profile()
     first.arm("step", allowance=self.step_fn.compiles_next)

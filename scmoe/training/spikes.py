@@ -3,7 +3,7 @@
 A bad batch can undo days of training in one step. So the step compares before it updates: a loss or
 norm above mean + sigma · standard deviation of the last `WINDOW` good steps skips the step, as a
 value that is not finite does (OLMo's skip-step optimizer; `train.spike_sigma`). The deviation is
-taken as `FLOOR` · mean at least. No step is compared before there are `LEAST` good ones.
+taken as `FLOOR` · |mean| at least. No step is compared before there are `LEAST` good ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Spikes:
   """The test for spikes; `TrainState.recent` holds losses and norms of the last good steps.
 
   Attributes:
-    sigma: a loss or norm so many standard deviations above the mean is a spike.
+    sigma: a loss or norm more than so many standard deviations above the mean is a spike.
   """
 
   sigma: float

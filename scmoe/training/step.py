@@ -1,8 +1,8 @@
-"""One optimizer step: gradients of all microbatches, tests for failures, clipping, update, metrics.
+"""The training state, and one optimizer step: gradients, tests, clipping, update, metrics.
 
-The tests skip a step whose loss or gradients are not finite and, if asked for, a spike.
-All of it runs in one manual region (`jax.shard_map`). The step knows no model, only the protocol
-`Objective`.
+The gradients are those of all microbatches of the step. The tests skip a step whose loss or
+gradients are not finite and, if asked for, a spike. The step runs in one manual region
+(`jax.shard_map`). It knows no model, only the protocol `Objective`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ class TrainState:
   """The arrays that one training step hands to the next; checkpoints hold all but `teacher`.
 
   A skipped step (its loss or a gradient is not finite, or it is a spike) changes no bit of
-  `params`, `opt_state`, `router` and `average`. `step` still counts it, so that the data and the
-  learning-rate schedule go on.
+  `params`, `opt_state`, `router` and `average`. `step` counts it: its batch is not used again, and
+  the learning-rate schedule goes on.
 
   Attributes:
     step: int32 [], optimizer steps done, skipped ones included.
     params: float32 parameters, as arrays or as `Halves` (`scmoe.training.masters`).
     opt_state: optax's state of the optimizer: moments and counters.
     router: router state that gradients do not train, e.g. balancing biases; may be {}.
-    rng: uint32, data of a random key. It never changes: each step folds its number into it.
+    rng: uint32, data of a random key. It never changes: each step makes its own key from this one
+      and its number.
     skipped: int32 [], skipped steps of the whole run.
     skipped_in_row: int32 [], steps skipped since the last good one, without those whose overflow
       lowers the factor of the loss.
@@ -90,7 +91,10 @@ class TrainState:
     return jax.tree.map(put, self.average, self.params)
 
   def begun_from(self, params: PyTree, optimizer: Optimizer) -> TrainState:
-    """This state with other float32 parameters; an average of them begins anew as their copy."""
+    """This state with other float32 parameters, and with their copy as average if there is one.
+
+    All else stays, `opt_state` included. `optimizer.average` says whether there is an average.
+    """
     average = None if optimizer.average is None else optimizer.average.init(to_device(params))
     return dataclasses.replace(self, params=params, average=average)
 

@@ -1,15 +1,16 @@
-"""The update of a training step whose moments lie in the host's memory, layer by layer.
+"""The update of a training step, layer by layer, if the moments lie in the host's memory.
 
     layer        0         1         2         3
     arrives   |fetch 0| fetch 1 | fetch 2 | fetch 3 |
     update            |0|       |1|       |2|       |3|
     leaves            | store 0 | store 1 | store 2 | store 3 |
 
-A layer's moments come while the layer before it leaves; the link carries both directions at once.
-Barriers say so to XLA: with `ahead` = 1 the fetch of layer 2 waits for the end of layer 0's store,
-so that the device holds the moments of at most two layers. The first fetch waits for the norm of
-all gradients, as no moment may change before the step is known to be good; until then the memory
-belongs to the backward pass. With `ahead` = 0 the fetch of each layer waits for the store of the
+A layer's moments, and its parameters' lower halves if there are some (`scmoe.training.masters`),
+come while the layer before it leaves; the link carries both directions at once. Barriers say so to
+XLA: with `ahead` = 1 the fetch of layer 2 waits for the end of layer 0's store, so that the device
+holds the moments of at most two layers. The first fetch waits for the norm of all gradients, as no
+moment may change before the step is known to be good; until then the memory belongs to the backward
+pass. With `ahead` = 0 the fetch of each layer waits for the store of the
 layer before, so no copy runs beside another.
 
 Parameters beside the stacks, such as the embedding, are updated first, as one more layer.
@@ -121,7 +122,7 @@ def updated_by_layer(
     stored = [slot.to_host(x, layer) for slot, x in zip(slots, new)]
     if i + first < len(layers):
       # `norm` passes through every barrier and so makes a chain of them: this fetch waits for the
-      # stores of all earlier layers, too.
+      # stores of layers 0 to i.
       away[i + first], stored, norm = barrier((away[i + first], stored, norm))
       fetched.append(to_device(away[i + first]))
     for slot, x, gone in zip(slots, new, stored):
@@ -136,7 +137,7 @@ def _present(tree: PyTree) -> PyTree:
 
 
 def _completed(tree: PyTree, like: PyTree) -> PyTree:
-  """The tree with the leaf of `like` in place of each `ABSENT`: undoes `_present`."""
+  """The tree with the `Halves` of `like` in place of each `ABSENT` that `_present` put there."""
   again = lambda old, new: old if _is_absent(new) else new
   return jax.tree.map(again, like, tree, is_leaf=is_halves)
 
@@ -207,7 +208,10 @@ class _Slot:
     return jax.device_put(new, jax.memory.Space.Host)
 
   def keep(self, new: Any, layer: Layer) -> None:
-    """Replaces the layer's array by `new`; a shared array stays, for the layers that follow."""
+    """Replaces the layer's array by `new`, if it has one here and it is not shared.
+
+    A shared array keeps its old value, which the layers that follow see, too.
+    """
     if self.shared or not self._is_of(layer):
       return
     if is_apart(self.value):

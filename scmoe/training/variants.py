@@ -88,7 +88,9 @@ def parse_candidates(text: str) -> tuple[Variant, ...]:
 
 
 class StepVariants:
-  """Training steps by variant; each is built at its first use and compiled by its first call.
+  """Training steps by variant; each is built at its first use and compiled at its first call.
+
+  A caller may compile it earlier (`GuidedStep.compile`).
 
   Args:
     make: variant -> its step. All steps have the same state and shardings.

@@ -22,8 +22,9 @@ BEAT_SECONDS = 5.0
 # A host lags if its own part of a step takes more than LAG times the median host's, and the
 # difference is more than SHARE of the step.
 LAG, SHARE = 1.5, 0.05
-# Memory has grown if it is at least GROWTH times its peak in the first SETTLED logged lines, and at
-# least MARGIN bytes above it. A warning puts the size at that time in the place of the peak.
+# Memory has grown if it is at least GROWTH times the peak that it had when SETTLED lines had been
+# logged, and at least MARGIN bytes above it. A warning puts the size of that time in the place of
+# the peak.
 GROWTH, MARGIN = 1.5, 2**30
 SETTLED = 20
 

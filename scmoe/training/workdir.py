@@ -193,7 +193,7 @@ def owner_lives(path: Path) -> bool:
   """True if a lock file is there and the process that it names seems to run.
 
   A process of another host seems to run if the lock was touched less than `FOREIGN_STALE_SECONDS`
-  ago.
+  ago. If the file names this process itself, the result is False.
   """
   return _owner(path)[1]
 

@@ -2,7 +2,7 @@
 
 `ExpertSource` says where a model's experts are while it runs. By default, and always in training,
 they are on the device (`OnDevice`). In generation `scmoe.offload.experts.Migration` can copy them
-from the host's memory.
+from the host's memory or from files.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Experts(nnx.Module):
 
   The first dimension of every parameter counts experts, `nnx.Param(value, axes=("expert", ...))`,
   so that expert parallelism spreads experts over devices: inside `compute` a device sees its own
-  experts only. The layer does everything else: it moves rows, multiplies the outputs by the
-  choices' weights and computes gradients.
+  experts only. The layer does everything else: it moves rows, multiplies the outputs (or the rows,
+  with `router.compat.weights=before`) by the choices' weights and computes gradients.
   """
 
   # Mesh axes over which each device computes a partial sum of every output; the layer adds the sums
@@ -407,9 +407,10 @@ class FFNExperts(Experts):
 
 
 def _gathered(weights: FFNWeights, replicas: int, *, every_expert: bool) -> FFNWeights:
-  """Gathers the slices of the hidden width in each group, and with `every_expert` all experts' too.
+  """Gathers the weights' slices of the hidden width within each group of devices.
 
-  The groups are those of `FFNExperts`. The backward pass reduce-scatters the gradients.
+  With `every_expert` it also gathers the experts of all devices of the expert axis. The groups are
+  those of `FFNExperts`. The backward pass reduce-scatters the gradients.
 
   Args:
     weights: this device's share of the matrices and biases.

@@ -171,7 +171,7 @@ class CosineGate(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class GatesOfRows:
-  """Gates over one set of experts, each of which scores the tokens of its own rows: a `Gate`.
+  """A `Gate` made of several gates over one set of experts; each row of tokens is scored by one.
 
   Tasks that share experts differ by their gates (`router.tasks`). A row's gate reads this row
   alone, so a gate gets gradients from its own rows only. It has no `top_k`: the kernel that
@@ -191,7 +191,7 @@ class GatesOfRows:
     """The tokens' logits, each by the gate of its row. T is B times the tokens of a row.
 
     Raises:
-      ConfigError: T is no multiple of B.
+      ConfigError: T is no multiple of B, or B is 0.
     """
     rows, tokens = self.gate_B.shape[0], x_TD.shape[0]
     if not rows or tokens % rows:

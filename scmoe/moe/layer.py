@@ -68,7 +68,8 @@ class MoECall:
 
   Attributes:
     mask: bool, the tokens' shape without D: True for tokens that take part; None: all do.
-    key: random key of gate noise and jitter in training; None outside training.
+    key: random key of gate noise and jitter in training; with a key, token rounding applies too.
+      None outside training.
     bias_E: float32 bias added to the scores for the choice only (`router.bias`), or None.
     avoid_T: int32, the one expert that each token must not visit (DGMoE); it then visits one other.
       None: no such rule.
@@ -76,7 +77,8 @@ class MoECall:
     gate: index of the gate that chooses, where there are several (Tutel gate_index); may be traced.
       An array [B] has an index for each row of tokens [B, ..., D] (`router.tasks`).
     capacity_factor: replaces `dispatch.capacity_factor` in this call (Tutel's runtime capacity); 0
-      drops nothing; None: the configured factor.
+      drops nothing, any other value may, even with the transports `dropless` and `put`. None: the
+      configured factor.
     no_drop: whether every expert has room for all tokens, whatever the factor (decoding, exact
       evaluation).
   """
@@ -135,7 +137,8 @@ class MoE(nnx.Module):
       y, sums = moe.completed(routed, routed.transport.combine(routed.sent))
 
   On one device, that device has all experts. In the manual region (`scmoe.manual`) the expert axis
-  spreads them over devices, and dispatch and combine exchange rows.
+  spreads them over devices, and dispatch and combine exchange rows, unless each device gathers all
+  experts (`dispatch.adaptive_r` = 0).
 
   Args:
     config: see `MoEConfig`.
@@ -145,7 +148,7 @@ class MoE(nnx.Module):
 
   Raises:
     ConfigError: options of the router do not fit each other, `gates` is empty, or the gate or the
-      experts that an option names are unknown.
+      experts that an option names cannot be made.
   """
 
   def __init__(
@@ -211,7 +214,7 @@ class MoE(nnx.Module):
     Args:
       x: normalised tokens.
       call: see `MoECall`.
-      gate: a gate to use instead of the one that `call.gate` names. Generation gives one whose
+      gate: a gate to use instead of the one that `call.gate` names. `TokenMoE` gives one whose
         logits the kernel of the norm before the layer has computed already.
 
     Returns:
@@ -233,8 +236,8 @@ class MoE(nnx.Module):
     if self.config.zero_experts:
       kept_TD = routing.zero_weight_T[:, None].astype(x_TD.dtype) * x_TD
     # Under tensor parallelism all devices of the tensor axis read the same tokens and the same
-    # weights of choices, and each computes a partial sum of every result. `repeat` adds up the
-    # devices' gradients of tokens and weights.
+    # weights of choices. If `Experts.partial` names this axis, each of them computes a partial sum
+    # of every result, and `repeat` adds up the devices' gradients of tokens and weights.
     read = (x_TD, routing.weight_TK, routing.input_weight_TK)
     x_TD, weight_TK, input_TK = repeat(read, self.experts.partial, "tensor")
     routing = dataclasses.replace(routing, weight_TK=weight_TK, input_weight_TK=input_TK)
@@ -292,8 +295,8 @@ class MoE(nnx.Module):
 
     Args:
       routed: the tokens, after dispatch.
-      y_TD: the result of `combine`. Under tensor parallelism it is a partial sum; this method adds
-        up those of all devices of the tensor axis.
+      y_TD: the result of `combine`. If `Experts.partial` names the tensor axis, it is a partial
+        sum; this method adds up those of all devices of that axis.
     """
     y_TD = total(y_TD, self.experts.partial, "tensor")
     if routed.kept_TD is not None:

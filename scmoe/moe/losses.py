@@ -261,7 +261,7 @@ def update_bias(
   total, zero = sums.load_E.shape[-1], sums.zero_experts
   real = total - zero
   target = 1 / total
-  if zero and config.real_experts:  # out of K = choices / tokens of each token
+  if zero and config.real_experts:  # R/K · 1/E, with K = choices / tokens
     target = config.real_experts * sums.tokens[..., None] / jnp.maximum(choices_L1, 1) / real
   seen_L1, computes_E = choices_L1 > 0, jnp.arange(total) < real
   moved = lambda delta_LE: jnp.where(seen_L1 & computes_E, delta_LE, 0)

@@ -1,4 +1,4 @@
-"""Options of routing; `docs/routing.md` says what Tutel and MegaBlocks call each of them."""
+"""Options of routing; `docs/routing.md` gives the names that Tutel and MegaBlocks have for them."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class RouterConfig(Options, path="router"):
 
   @property
   def num_gates(self) -> int:
-    """Gates of a layer: one for each task, or those that take turns (`router.compat.gates`)."""
+    """Number of a layer's gates: one per task, or those that take turns (`router.compat.gates`)."""
     return self.tasks or self.compat.gates
 
   def real_share(self, k: int, num_experts: int, zero_experts: int) -> float:
@@ -213,7 +213,9 @@ class RouterConfig(Options, path="router"):
       k, num_experts, zero_experts: see `real_share`.
 
     Raises:
-      ConfigError: names the fields, what was got and what would do.
+      ConfigError: k is larger than the number of experts; the groups are not equal, or too small
+        for `group_score` or k; `real_experts` is larger than k or given without zero experts; or
+        zero experts meet uniform choices or token rounding. It names what would do.
     """
     total = num_experts + zero_experts
     if k > total:

@@ -32,8 +32,8 @@ def rounded_choice(
   the lowest. Less than one tile of tokens changes per expert.
 
   A token gains at most X = min(K, E − K) experts, so that shapes stay small. If more experts would
-  take the token, only the X with the highest probabilities do; the counts of the others are rounded
-  down instead.
+  take the token, only the X with the highest probabilities may; the counts of the others are
+  rounded down instead, for all their tokens.
 
   Worked example, tile 2, five tokens that chose the experts 0 0 0 1 1 (three and two): 3 rounds up
   to 4, so expert 0 takes, of the tokens that chose 1, the one whose probability for 0 is largest,

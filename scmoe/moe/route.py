@@ -31,12 +31,14 @@ def route(
 ) -> Routing:
   """Chooses k experts for every token (token rounding: more or fewer), and their weights.
 
-  The choice and the weights are those of paper Eq. 1-4 (see `choice_weights`). In the paper the
-  softmax comes after the choice; here, as in Tutel, the scores come before it.
+  With the default options and k > 1, choice and weights are those of paper Eq. 1-4. In the paper
+  the softmax comes after the choice; here, as in Tutel, the scores come before it, so that the gate
+  gets a gradient for k = 1 too (see `choice_weights`).
 
   NaN or infinite logits raise no error: the token's experts stay valid indices, and
-  `RouterSums.nonfinite` counts the token. A NaN logit, or one of +inf under a softmax, makes the
-  token's weights and so the loss NaN; the training step then skips its update.
+  `RouterSums.nonfinite` counts the token if it is not masked. For such a token, a NaN logit, or one
+  of +inf under a softmax, makes the weights and so the loss NaN; the training step then skips its
+  update.
 
   Args:
     x_TD: the tokens of this device. T = 0 gives empty arrays and counts of 0.
@@ -52,7 +54,7 @@ def route(
     zero_experts: number of zero experts, the last ones of the E, which return their input.
 
   Returns:
-    The routing, with K = k, or more with token rounding.
+    The routing, with K = k; where token rounding applies, with K = k + min(k, E - k).
 
   Raises:
     ConfigError: an argument has the wrong type or shape; k is below 1, or larger than the number
@@ -91,9 +93,10 @@ def route_distinct(
 
   A token takes its best expert, or the second best if the best is `previous_T`, the expert that the
   token chose in the preceding representation. The weight is that of `route` with k = 1: the score
-  of the expert taken, not divided by a sum. Token rounding and `router.compat.uniform` do not
-  apply: they would break the constraint. Other arguments, result and errors are those of `route`
-  with K = 1, but the gate has to score two experts at least, and open groups to hold as many.
+  of the expert taken, not divided by a sum; `router.compat.weight_norm` and
+  `router.routed_scaling_factor` apply. Token rounding and `router.compat.uniform` do not: they
+  would break the constraint. Other arguments, result and errors are those of `route` with K = 1,
+  but the gate has to score two experts at least, and open groups to hold as many.
   """
   scores = score(x_TD, gate, config, 2, num_experts, mask_T, training)
   best_T2 = scores.best(2, bias_E)

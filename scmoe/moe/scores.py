@@ -1,4 +1,4 @@
-"""Runs the gate: the logits and scores of tokens, and the k best experts by them."""
+"""Runs the gate: the logits and scores of tokens, and the k best experts of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Gate = Callable[[Array], Array] | Array
 class Draws:
   """The gate's random noise and jitter in training, for the tokens of this device.
 
-  `MoE` draws them for the global batch, so that they do not depend on the mesh.
+  `MoE` draws for the global batch and takes this device's share, so a token gets the same numbers
+  on every mesh.
 
   Attributes:
     noise_TE: float32, standard normal; None without `router.noise`.
@@ -49,7 +50,8 @@ class Scores:
     config: options of the router: how scores are made of logits, and how experts form groups.
     best_TK: int32, the experts with the largest logits, if the gate's `top_k` has found them; None
       otherwise.
-    share_TK: the softmax probabilities of `best_TK`, if `top_k` has computed them too, or None.
+    share_TK: the probabilities of `best_TK`, by the softmax over all E logits, if `top_k` has
+      computed them too; None otherwise.
   """
 
   logits_TE: Array
@@ -73,7 +75,7 @@ class Scores:
   def scores_TE(self) -> Array:
     """The experts' scores: the softmax of each token's logits, or the sigmoid of each logit.
 
-    The weights of choices are taken from these scores.
+    `choice_weights` makes the weights of choices from them, or equal ones from the logits.
     """
     return jax.nn.sigmoid(self.logits_TE) if self.independent else jax.nn.softmax(self.logits_TE)
 
@@ -90,10 +92,11 @@ class Scores:
     """Each token's k best experts by logit, score or score + bias, best first: int32 [T, K].
 
     They are ordered by the logits, which have the order of the scores; with a balancing bias by
-    score + bias; with groups of experts and no bias by the score. If these values are equal, the
-    expert with the smaller index comes first. `jax.lax.top_k` takes NaN for the largest value, so
-    the experts are valid indices whatever the logits are. With groups (`router.n_group` > 1) only
-    experts of a token's `router.topk_group` best groups are chosen; these groups are called open.
+    score + bias; with groups of experts and no bias by the score. Where the logits decide and the
+    gate's `top_k` has found the best, these are returned. Otherwise, if values are equal, the
+    expert with the smaller index comes first; and NaN counts as the largest value, so the experts
+    are valid indices whatever the logits are. With groups (`router.n_group` > 1) only experts of a
+    token's `router.topk_group` best groups are chosen; these groups are called open.
 
     Raises:
       ConfigError: the bias has the wrong shape, or the open groups hold fewer than k experts.
@@ -117,9 +120,11 @@ class Scores:
 def _closed_groups_masked(score_TE: Array, config: RouterConfig, k: int) -> Array:
   """Scores with -inf for experts outside each token's open groups (DeepSeek-V2, -V3).
 
-  With one group the scores stay as they are. Worked example, four experts in two groups of which
-  one is open, `group_score="max"`: the biased scores -1.2 -1.4 | -1.1 -1.5 open the second group
-  and become -inf -inf | -1.1 -1.5. A finite fill such as 0 would win against every negative score.
+  A token's open groups are its `router.topk_group` best; `router.group_score` says how a group's
+  score is made. With one group the scores stay as they are. Worked example, four experts in two
+  groups of which one is open, `group_score="max"`: the biased scores -1.2 -1.4 | -1.1 -1.5 open the
+  second group and become -inf -inf | -1.1 -1.5. A finite fill such as 0 would win against every
+  negative score.
 
   Raises:
     ConfigError: k is larger than the number of experts in the open groups.
@@ -143,8 +148,8 @@ def _closed_groups_masked(score_TE: Array, config: RouterConfig, k: int) -> Arra
 def scaled_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) -> Array:
   """Each token's weights, divided by their p-norm, by their sum or not at all.
 
-  With `weight_norm` = p > 0 they are divided by their p-norm; else, if `normalise`, by
-  max(their sum, machine epsilon); else they are unchanged.
+  With `weight_norm` = p > 0 they are divided by their p-norm, (max(Σ w^p, smallest normal
+  number))^(1/p); else, if `normalise`, by max(their sum, machine epsilon); else they are unchanged.
   """
   eps = jnp.finfo(weight_TK.dtype).eps
   if weight_norm:
@@ -166,9 +171,9 @@ def score(
 ) -> Scores:
   """Runs the gate on the tokens, with jitter and noise if both `config` and `training` have them.
 
-  Jitter multiplies the tokens that the gate reads; noise is added to its logits. A gate with a
-  method `top_k` also finds the k best experts, unless noise changes their order. Arguments and
-  errors are those of `scmoe.moe.route.route`.
+  Jitter multiplies the tokens that the gate reads; noise is added to the gate's logits. A gate with
+  a method `top_k` also finds the k best experts, unless noise is added. The gate reads zeros for
+  masked tokens. Arguments and errors are those of `scmoe.moe.route.route`.
   """
   draws = training or Draws()
   _check_arguments(x_TD, gate, config, k, num_experts, mask_T)

@@ -17,22 +17,23 @@ from scmoe.kernels.permute import Permutation
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-  """Which experts every token of this device visits, and with which weight.
+  """Which experts each token of this device visits, with which weights, and all experts' scores.
 
-  A *choice* (t, k) is one expert of token t. Nothing here depends on buffers: the transport decides
-  which row of a buffer a choice gets, and drops choices that find no room. Floats are float32, or
-  float64 if the logits are.
+  A *choice* (t, k) is one expert of token t. `route` knows no buffers: the transport decides which
+  row of a buffer a choice gets, and drops choices that find no room. Floats are float32, or float64
+  if the logits are.
 
   Attributes:
-    expert_TK: int32, the chosen experts, best first. Two exceptions: `router.compat.uniform` takes
-      the experts in turn, and token rounding puts the experts that it adds behind the others.
+    expert_TK: int32, the chosen experts, best first. Three exceptions: `router.compat.uniform`
+      takes the experts in turn; token rounding puts the experts that it adds behind the others; and
+      `computed` puts expert 0 in place of a zero expert.
     weight_TK: the weight of each choice, which multiplies its expert's output; 0 for masked tokens.
-      All are 1 if `input_weight_TK` holds the weights.
+      If `input_weight_TK` holds the weights, `route` sets all of these to 1.
     count_E: int32, number of choices of each expert that are taken (`taken_TK`).
     probs_TE: each token's scores of all experts, divided by their sum; of the noisy logits where
       there is noise.
     logits_TE: the gate's scores before softmax or sigmoid, noise included.
-    mask_T: bool, False for masked tokens: they choose nothing and count nowhere.
+    mask_T: bool, False for masked tokens: none of their choices is taken or counted.
     input_weight_TK: the weight of each choice where weights multiply the experts' input rows. None:
       `weight_TK` multiplies the experts' output.
     made_TK: bool, False for a choice that no expert serves: token rounding or `Packed` has dropped
@@ -80,7 +81,8 @@ class Routing:
     """The routing that a transport reads, without the zero experts; `self` if it has none.
 
     A choice of a zero expert becomes a choice of expert 0 that is not made and has weight 0;
-    `count_E` then has an entry for each of the `num_experts` computing experts only.
+    `count_E` then has an entry for each of the `num_experts` computing experts only; `probs_TE` and
+    `logits_TE` keep all E.
     """
     if not self.zero_experts:
       return self
@@ -108,7 +110,8 @@ class Dispatched:
   """The rows that this device's experts compute, what `combine` needs beside them, and two counts.
 
   Attributes:
-    rows: the rows, one array for each chunk of the exchange (`dispatch.chunks`).
+    rows: the rows, one array for each chunk of the exchange (`dispatch.chunks`); for `combine` the
+      experts' outputs in their place.
     layouts: for each chunk, the expert of each row. If tokens stay in place (`Local`) and weights
       multiply the experts' output, a row is a token, and the layout names all its experts.
     dropped: int32 scalar, how many choices of this device found no room.
@@ -147,7 +150,7 @@ class RouterSums:
   of experts for all tokens; DGMoE makes two in a pair.) The arrays are float32 of shape [] or [E],
   with the layers in front where the model has stacked them. A token counts once for each gating,
   and a masked token not at all. `shortcut_square` and `main_square` differ: they count every token,
-  masked or not, once for all gatings.
+  masked or not, once for each unit of the pair, however many gatings the unit has.
 
   Attributes:
     tokens: number of tokens.
@@ -165,7 +168,7 @@ class RouterSums:
     importance_E, soft_load_E: the sums of `scmoe.moe.route.soft_load`; zero unless `router.balance`
       is load_importance.
     nonfinite: number of tokens with a logit that is NaN or infinite.
-    shortcut_square, main_square: Σ_t |routed output|², of all gatings together, and
+    shortcut_square, main_square: Σ_t |routed output|², of all gatings of a unit together, and
       Σ_t |main path|², for their ratio; the block pair sets them, a layer alone leaves 0.
     zero_experts: number of zero experts, which have the last of the E ids; not a sum.
   """

@@ -76,7 +76,10 @@ softmax_of_choices.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def pick(value_TE: Float[Array, "T E"], expert_TK: Int[Array, "T K"]) -> Float[Array, "T K"]:
-  """value[t, expert[t, k]] for each choice; its gradient adds up over k, without a scatter."""
+  """value[t, expert[t, k]] for each choice (t, k).
+
+  The gradient of `value_TE` is a sum over k, computed without a scatter.
+  """
   return _pick(value_TE, expert_TK, value_TE.shape[1])
 
 

@@ -1,10 +1,10 @@
-"""The capacity transport: a fixed buffer of C rows for each expert, filled or not.
+"""The capacity transport: a buffer of C rows for each expert and capacity group, filled or not.
 
-A *capacity group* is a run of consecutive tokens with queues of its own, one per expert.
-Every device sends C rows per expert and group to the device that holds the expert. Choices beyond
-the C-th of a queue are dropped and counted. If C is the number of tokens of a group, no choice is
+A *capacity group* is a run of consecutive tokens with queues of its own, one per expert. Every
+device sends C rows per expert and group to the device that holds the expert. Choices beyond the
+C-th of a queue are dropped and counted. If C is the number of tokens of a group, no choice is
 dropped. One dense all-to-all sends the buffer, or each chunk of it, and another brings the outputs
-back. Without an expert axis nothing is exchanged.
+back. If every device has all experts, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Capacity:
   def dispatch(
     self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any = None
   ) -> Dispatched:
-    """Sends each kept choice's token to its expert's device.
+    """Sends a row for each kept choice, its token or the weighted token, to its expert's device.
 
     Args:
       x_TD: the tokens of this device.

@@ -2,12 +2,13 @@
 
 XLA wants static shapes, and a buffer per peer for the worst case, all rows to one of the W ranks,
 would be W times as large as the balanced share, T·K / W of a rank's T·K choices. So each rank keeps
-one queue per peer, itself included, sorted by expert, and a round moves at most P rows of every
-queue; in the first round P is the balanced share times `dispatch.slack`. Balanced routing takes one
-round; skew adds *overflow rounds*, not memory. The first round overlaps with dense work like any
-other exchange. Overflow rounds run in a loop, forward and backward, whose trip count the ranks
-agree on. They are smaller than the first, because their temporaries exist beside what the first
-round keeps, and because a small round leaves less of its buffer empty.
+one queue per peer, itself included, sorted by expert, and a round or a chunk of it moves at most P
+rows of every queue; in the first round P is the balanced share times `dispatch.slack`, divided by
+the number of chunks. Balanced routing takes one round; skew adds *overflow rounds*, not memory. The
+first round overlaps with dense work like any other exchange. Overflow rounds run in a loop, forward
+and backward, whose trip count the ranks agree on. They are smaller than the first, because their
+temporaries exist beside what the first round keeps, and because a small round leaves less of its
+buffer empty.
 
 Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1), P = 2. Five
 tokens of rank 0 choose the experts 2, 0, 3, 2, 2. Its queue for itself holds token 1; its queue for
@@ -52,9 +53,9 @@ from scmoe.parallel.mesh import TOKEN_AXES
 # launches on four GPUs; with 1/4 there are half as many rounds as with 1/8, in the same peak memory
 # (experiments/dispatch).
 OVERFLOW = 4
-# The axes of tokens over which no rows are exchanged. Devices that differ in one of these axes
-# alone dispatch different tokens to the same experts: each device has a copy of these experts, or
-# along `shard` a part of them.
+# The axes of tokens over which this transport exchanges no rows. Devices that differ in one of
+# these axes alone dispatch different tokens to the same experts: each device has a copy of these
+# experts, or along `shard` a part of them.
 BESIDE_EXPERT = tuple(axis for axis in TOKEN_AXES if axis != "expert")
 
 
@@ -93,7 +94,7 @@ class Dropless:
     slack: ratio of the first round's rows for a peer, in all chunks together, to the balanced
       share; at least 1, by default 1.25.
     chunks: number of parts of the first round that travel, and are computed, one after the other.
-    order: in which a queue's choices of one expert stand; see `queue_positions`.
+    order: the order of a queue's choices of one expert; see `queue_positions`.
     longest: an upper bound of a queue's length, if one is known (`Packed`). If the first round has
       room for so many rows, overflow rounds are left out of the program.
   """

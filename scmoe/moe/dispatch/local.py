@@ -27,10 +27,10 @@ from scmoe.moe.types import Dispatched, Routing
 class Local:
   """The transport that leaves tokens on their device: nothing is exchanged, and nothing is dropped.
 
-  The experts themselves gather rows, and add up each token's outputs; for the backward pass no
-  array is kept with a row of width D for each choice. The exception is `input_weight_TK`: weights
-  that multiply the experts' input need a row for each choice, which this class gathers, and it adds
-  up the outputs.
+  The experts themselves gather rows, and add up each token's outputs, so this class keeps no array
+  with a row of width D for each choice. The exception is `input_weight_TK`: weights that multiply
+  the experts' input need a row for each choice, which `dispatch` gathers; `combine` then adds up
+  the outputs.
   """
 
   def dispatch(

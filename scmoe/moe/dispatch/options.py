@@ -1,4 +1,4 @@
-"""Options of the transports; `docs/routing.md` says what Tutel and MegaBlocks call each of them."""
+"""Options of the transports; `docs/routing.md` gives the names that Tutel and MegaBlocks have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The put transport: a kernel writes each row straight into its expert's tiles, on any GPU.
+"""The put transport: a kernel writes each row into its expert's tiles, on the GPU that has them.
 
 The other transports pack rows into a buffer, exchange the buffers, and sort what arrives by expert.
 Here one kernel does the three (`scmoe.kernels.put`): it reads a token once and writes it to its
@@ -8,7 +8,7 @@ device. The backward pass of dispatch moves rows as combine does, and that of co
 
 To know a row's place, its sender needs the counts of all ranks, which one small all-gather
 collects, as for `Dropless`. The rounds are those of `Dropless` too: the first moves at most P rows
-of every queue (each rank has one for every rank), so that the tiles have a fixed size. Overflow
+of every queue (each rank has a queue for every rank), so that the tiles have a fixed size. Overflow
 rounds, which go by all-to-all, move the rest. Nothing is dropped.
 
 No model runs it on GPUs yet: see `check_put`.
@@ -80,8 +80,8 @@ class Put(Dropless):
       slots_SD = gather_rows(x_TD, plan.window)
       slots_SD = weigh_rows(slots_SD, routing.input_weight_TK, plan.window)
       rows_RD, origin_R = _put_slots(slots_SD, plan)
-    # Under `train.remat`, `jax.checkpoint` keeps values named "moe_rows". `dispatch` so names the
-    # rows; with the origins the backward pass puts no row again.
+    # Under `train.remat`, `jax.checkpoint` keeps values named "moe_rows". `dispatch` gives the rows
+    # this name. If the slots that they come from are kept too, the backward pass puts no row again.
     origin_R = checkpoint_name(origin_R, "moe_rows")
     return Chunk(rows_RD, plan.window, (plan, origin_R)), queues, before
 
@@ -220,7 +220,7 @@ def _slots_to_tiles(slots_SD: Array, plan: _Plan, *, tagged: bool) -> tuple[Arra
 
 
 def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
-  # Only the rows of used tiles have origins; `origin_R` may hold anything in the rows after them.
+  # `origin_R` may hold anything in the rows after the used tiles.
   used = plan.groups.num_tiles[0] * plan.groups.tile
   to = {"axis": plan.axis, "ranks": plan.ranks, "count": used}
   return put_rows(rows_RD, origin_R[:, None], num_rows=plan.slots, **to)[0]
@@ -228,7 +228,7 @@ def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
 
 @jax.custom_vjp
 def _put_tokens(x_TD: Array, plan: _Plan) -> tuple[Array, Array]:
-  """Puts each token to the places of its choices in the tiles; result as of `_put_slots`."""
+  """Puts each token to the places of its choices in the tiles; returns what `_put_slots` does."""
   to = {"axis": plan.axis, "ranks": plan.ranks, "groups": plan.groups}
   rows_RD, origin_R = put_rows(
     x_TD, plan.place_TK, tag_MK=plan.origin_TK, num_rows=plan.groups.num_rows, **to
@@ -255,8 +255,9 @@ _put_tokens.defvjp(_put_tokens_fwd, _put_tokens_bwd)
 def _put_slots(slots_SD: Array, plan: _Plan) -> tuple[Array, Array]:
   """Puts each filled slot into its expert's tiles.
 
-  Returns this device's tiles [R, D], with the rows that all ranks have put there, and the origin of
-  each row, int32 [R].
+  Returns this device's tiles [R, D], with the rows that all ranks have put there, and for each row
+  the slot that it comes from, as an *origin* of `_Plan`, int32 [R]; -1 for a row of zeros. In tiles
+  that hold no expert's rows, rows and origins may be anything.
   """
   rows_RD, origin_R = _slots_to_tiles(slots_SD, plan, tagged=True)
   assert origin_R is not None

@@ -117,8 +117,8 @@ def make_transport(
 
   Raises:
     ConfigError: an argument is out of range, a buffer would have no rows, `dispatch.groups` does
-      not divide evenly over the devices, `put` is asked for on GPUs or with `dispatch.nodes` > 1,
-      or the user's transport cannot be made.
+      not divide evenly over the devices, the call would get `Put` on other devices than CPUs or
+      with `dispatch.nodes` > 1, or the user's transport cannot be made.
   """
   check_type("config", config, DispatchConfig)
   check_choice("order", order, ORDERS)
@@ -169,9 +169,10 @@ def make_transport(
 
 
 def sends_ahead(transport: Transport) -> bool:
-  """Whether a transport moves rows between devices, and can dispatch them without their experts.
+  """Whether a transport exchanges rows between devices, and can dispatch them without the experts.
 
-  A user's transport may compute rows within dispatch, so it counts as one that cannot.
+  A user's transport may compute rows within dispatch, so it counts as one that cannot. The ablation
+  `silent`, which moves no row, counts as an exchange.
   """
   if isinstance(transport, Computed | Packed):
     return sends_ahead(transport.inner)

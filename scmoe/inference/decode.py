@@ -3,8 +3,8 @@
 Prompts are padded on the right, and prefill writes keys and values of the padding into the cache
 too. No token of the text attends to them: a new token first overwrites those at its own position.
 Example: after a prompt of 5 tokens, padded to 16, the positions 5 to 15 hold padding. The first new
-token overwrites position 5 and attends to positions 0 to 5. Experts have room for every token, so a
-row's text does not depend on the other rows of the batch.
+token overwrites position 5 and attends to positions 0 to 5. Experts have room for every token, so
+no expert drops a row's token because of the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def generate(
     deterministic: see `stream`.
 
   Returns:
-    The new tokens of each prompt, without the prompt.
+    The new tokens of each prompt, without the prompt and without an end token.
 
   Raises:
     ConfigError: see `stream`.
@@ -94,22 +94,23 @@ def stream(
   """Continues every prompt: yields each one's first new token, then up to `chunk` more at a time.
 
   The stream ends when all prompts have ended, or after `max_new_tokens` tokens. If the number of
-  prompts does not divide evenly over the devices, copies of the last prompt fill up the batch;
-  their tokens are not returned.
+  prompts does not divide evenly over the devices that share the batch (all axes but `tensor`),
+  copies of the last prompt fill it up; their tokens are not returned.
 
   Args:
     model: a trained model.
     prompts: the token ids of each prompt, at least one id.
     sampling: how tokens are drawn. The drawn tokens do not depend on `chunk`.
     max_new_tokens: number of tokens to add to a prompt that draws no end token.
-    chunk: number of tokens that the device adds to each row before the host reads them.
+    chunk: number of tokens that the device adds to each row before the host reads them; clipped to
+      [1, max(1, `max_new_tokens` - 1)].
     seed: seed of the sampling.
     eos_id: an end token, or several. A prompt ends when it draws one, which is not returned.
     router: the training run's router state (balancing biases), if it has any.
     mesh: the devices of this process that hold the model; None: jax's first device.
     prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
-    offload: how experts reach the device. Any value but the default needs a model whose experts
-      are in the host's memory (`scmoe.inference.offload.model.offloaded`).
+    offload: how experts reach the device. The default needs a model whose experts are on the
+      device, any other value one of `scmoe.inference.offload.model.offloaded`.
     usage: an object that records the requests to the cache of experts.
     deterministic: whether XLA sums every product on a GPU in one order, in every process and for
       every `offload`; see `Static`.
@@ -260,9 +261,9 @@ def make_prefill(static: Static, room: int) -> Any:
 def taken_apart(static: Static, params: Any) -> Any:
   """Splits the pairs' stacked parameters into arrays of each pair, except those of the experts.
 
-  It makes decoding faster. An unrolled loop over pairs reads slices of the stacked parameters, and
-  XLA copies each slice in every call. This function copies them once. If the model scans over its
-  pairs, or its parameters are split already, it returns all of them unchanged.
+  An unrolled loop over pairs reads slices of the stacked parameters, and XLA copies each slice in
+  every call. This function copies them once, so decoding is faster. If the model scans over its
+  pairs, or its parameters are split already, `params` is returned unchanged.
   """
   leaves, tree = jax.tree.flatten(params)
   cut = _cut(static, tree, tuple((x.shape, x.dtype) for x in leaves))
@@ -391,7 +392,7 @@ def prefill(
   """
   position_S = jnp.arange(tokens_BS.shape[1])
   # Padding has the positions that follow the prompt's. They can exceed a learned position
-  # embedding, whose lookup then takes the last position; no token reads the result.
+  # embedding, whose lookup then takes the last position; no token of the text reads the result.
   positions_BS = jnp.broadcast_to(position_S, tokens_BS.shape)
   mask_BS = position_S < lengths_B[:, None]
   options = {"no_drop": True, "router": router, "experts": experts}
@@ -412,7 +413,8 @@ def decode_step(
 ) -> tuple[Float[Array, "B V"], Any]:
   """Runs a model over one token of each row: the next token's logits, float32 [B, V], and caches.
 
-  For a single row it runs the kernels of `scmoe.inference.token`, where they support its shapes.
+  If a device has a single row, it runs the kernels of `scmoe.inference.token` that support its
+  shapes.
 
   Args:
     model: see `prefill`.

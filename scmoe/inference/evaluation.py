@@ -1,4 +1,4 @@
-"""Validation metrics of a language model (loss, bits per byte, accuracy), in all and by domain."""
+"""Validation metrics of a language model: loss, accuracy and others, in all and by domain."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Runs a model pair by pair and records what each router chooses: a routing for every gating.
+"""Runs a model pair by pair; records each gating's routing and the values on the main path.
 
 The model's own modules run on one device. `Listener`s stand in for the MoE and the norms of each
-pair, and note their results in a `Heard`; `Layout` names the gatings in the same order.
+pair, and note what these read or return; `walk` collects it in a `Heard`. `Layout` names the
+gatings and the values in the same order.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Listener:
 
 
 class Heard:
-  """The routings and values that are recorded while a batch passes all trunks, in order.
+  """All that `walk` records while a batch passes the trunks, in the order of the pass.
 
   Attributes:
     routings: the `Routing` of each gating.

@@ -30,15 +30,15 @@ from scmoe.models.gpt import GPT
 
 
 class FittedNorm(NamedTuple):
-  """A norm for each pair.
+  """The fitted norm of each of L pairs, and how near its output is to what the experts read before.
 
   Attributes:
     scale_LD: float32.
     bias_LD: float32; None for an RMSNorm.
-    copied_L, fitted_L: how far the norm's output is from what the experts read before: the mean
-      square of the difference over that of the value itself, with the norm that the new model came
-      with, and with the fitted one.
-    tokens: number of tokens that were read.
+    copied_L, fitted_L: the distance, with the norm that the new model came with and with the fitted
+      one: the mean square of (norm's output - what the source's experts read), over the mean square
+      of the latter.
+    tokens: number of tokens that were read, without padding.
   """
 
   scale_LD: Float[np.ndarray, "L D"]
@@ -50,6 +50,8 @@ class FittedNorm(NamedTuple):
 
 def fit_norms(source: GPT, model: GPT, batches: Iterable[Batch], router: Any = None) -> FittedNorm:
   """Fits `own_norm` of every pair of a model to what the experts of its source read.
+
+  It returns the fitted norms and leaves both models as they are.
 
   Args:
     source: the model whose experts `model` has, in the same layers, without dense layers.
@@ -91,7 +93,7 @@ def fit_norms(source: GPT, model: GPT, batches: Iterable[Batch], router: Any = N
 def _sums(source: GPT, model: GPT, router: Any, batch: Batch) -> dict[str, Array]:
   """Sums over a batch's tokens, [L, D]: z, y, zz, zy and yy; and the number of tokens.
 
-  z is what the new norm normalises, before its scale; y what the source's experts read.
+  z is the new norm's output before scale and bias; y is what the source's experts read.
   """
   config, mask_BS = source.config, batch.segment_ids > 0
   h_BSD = source.embedding(batch.inputs, batch.positions, jnp.dtype(config.dtype))
@@ -131,7 +133,7 @@ def _sums(source: GPT, model: GPT, router: Any, batch: Batch) -> dict[str, Array
 
 
 def _pair(trunk: GPT, i: int) -> BlockPair:
-  """Pair i of a trunk, with parameters of its own."""
+  """Pair i of a trunk, with its slices of the stacked parameters."""
   graph, params = nnx.split(trunk.stages)
   pair: BlockPair = nnx.merge(graph, jax.tree.map(lambda x: x[i], params))
   return pair.as_first() if trunk.config.opens_apart and i == 0 else pair

@@ -35,7 +35,8 @@ class Probe:
 
   A gating is one use of a gate; the model has G gatings. A pair is the blocks around one MoE; P
   pairs have experts. Gatings and pairs are in the order in which tokens meet them. E counts zero
-  experts too. Shares and means of tokens are over the tokens of all batches at once.
+  experts too. Only tokens that count (`Begun.mask_BS`) do so here; their shares and means are over
+  the tokens of all batches at once.
 
   Attributes:
     gatings: name of each gating, e.g. "layer 1" or "layer 1, preceding".
@@ -48,11 +49,11 @@ class Probe:
       and f in the next; NaN if the next one has other tokens (a later stage of a Swin).
     entropy_G: mean entropy of a token's probabilities, divided by ln E.
     confidence_G: mean of a token's largest probability.
-    repeated_G: share of tokens whose best expert is the one that the layer's earlier gating chose;
-      DGMoE then takes the second best. NaN for a layer's first gating.
-    as_current_G: share of tokens whose best expert stays the same if the gate reads the current
-      representation instead of the shortcut; NaN for gatings that read the current representation,
-      and for `farskip`, whose shared expert reads the same value as the gate.
+    repeated_G: share of tokens whose best expert, by logit, is the one that the layer's earlier
+      gating chose; DGMoE then takes the second best. NaN for a layer's first gating.
+    as_current_G: share of tokens whose best expert, by logit, stays the same if the gate reads the
+      current representation instead of the shortcut; NaN for gatings that read the current
+      representation, and for `farskip`, whose shared expert reads the same value as the gate.
     drop_P: share of the choices that were dropped, in each pair: the mean of the batches' shares.
     shortcut_ratio_P: |output of the routed experts| / |main path|, in each pair: the mean of the
       batches' ratios.
@@ -108,7 +109,8 @@ class Probe:
     """How far a token's first choice in a gating follows from that in the gating before: [G - 1].
 
     It is I(e; f) / H(f), with e a token's first choice in one gating and f that in the next: 0 if
-    they are independent, 1 if e determines f.
+    they are independent, 1 if e determines f. It is also 0 if f is the same for all tokens, and NaN
+    where `neighbours_GEE` is.
     """
     joint = self.neighbours_GEE
     first, second = joint.sum(-1, keepdims=True), joint.sum(-2, keepdims=True)

@@ -1,4 +1,4 @@
-"""How the probe embeds a batch of text or images, and which domain and class each token has."""
+"""How `probe` and `record` embed a batch of text or images, with each token's domain and class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scmoe.models.vision.model import VisionModel, pixels
 
 
 class Reading(Protocol):
-  """All that `probe` needs of one kind of model (text or images) besides the model's pairs.
+  """All that `probe` and `record` need of a kind of model (text or images) besides its pairs.
 
   It gives the model's trunks, the input of the first pair with each token's domain and class, and
   the step from one trunk to the next.
@@ -39,7 +39,9 @@ class Reading(Protocol):
 
 
 class Begun(NamedTuple):
-  """The input of a model's first pair. An array [B, 1] has one value for all tokens of a row.
+  """The input of a model's first pair, with what the pairs and the statistics read beside it.
+
+  An array [B, 1] has one value for all tokens of a row.
 
   Attributes:
     h_BSD: the residual stream.

@@ -20,8 +20,8 @@ class Sampling(Options):
   Attributes:
     temperature: divides the logits; 0 takes the most probable token.
     top_k: draws among the k most probable tokens; 0: among all.
-    top_p: draws among the most probable tokens, as few as reach this probability together, after
-      `top_k`; 1: among all that `top_k` leaves.
+    top_p: draws among the most probable tokens, as few as reach this probability together, by the
+      probabilities that temperature and `top_k` leave; 1: among all that `top_k` leaves.
   """
 
   temperature: float = option(1.0, minimum=0)

@@ -1,8 +1,8 @@
 """Scores of given continuations, as benchmarks of language models need them.
 
 A score is the continuation's log-likelihood, and whether greedy decoding would have chosen it. As
-in generation, experts have room for every token, so a text's score does not depend on the other
-texts of the batch.
+in generation, experts have room for every token, so no expert drops a text's token because of the
+other texts of the batch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def score(
     model: a trained model.
     continuations: the continuations, each with its context.
     length: most tokens that the model reads in one row, at most `model.context`.
-    batch_size: windows at a time; rounded up to a multiple of the devices that share a batch.
+    batch_size: windows at a time; rounded up to a multiple of the devices that share a batch (all
+      axes but `tensor`).
     mesh: the devices that hold the model; None: jax's first device.
     router: the training run's router state (balancing biases), if it has any.
     prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
@@ -144,7 +145,8 @@ def _rows(asked: list[Continuation], batch_size: int, length: int) -> tuple[np.n
   targets that are scored, 0 for context and padding.
   """
   longest = max(len(tokens) for tokens, _ in asked) - 1
-  # The width is rounded up to a power of two, or to `length`, so that XLA compiles few programs.
+  # The width is rounded up to a power of two from 16 on, but to at most `length`, so that XLA
+  # compiles few programs.
   size = min(length, max(_SHORTEST, 1 << (longest - 1).bit_length()))
   inputs, targets = np.zeros((2, batch_size, size), np.int32)
   mask, weights = np.zeros((batch_size, size), bool), np.zeros((batch_size, size), np.float32)

@@ -1,8 +1,8 @@
 """Decodes one token at a time, by kernels that fuse neighbouring steps of a block.
 
-For a single row, launching a kernel and waiting for the one before it takes most of its time, so
-fewer kernels decode faster. `for_one_token` copies a model, with the same parameters and these
-classes in place of its own:
+For a single row, launching a kernel and waiting for the one before it takes most of the kernel's
+time, so fewer kernels decode faster. `for_one_token` copies a model, with the same parameters and
+these classes in place of the model's own:
 
     TokenNorm        one kernel computes the norm of the row
     TokenBlock       one kernel computes the attention's norm and its input projections

@@ -1,9 +1,9 @@
 """Generation with routed experts in the host's memory: moves them there, and counts requests.
 
-Experts that do not fit there can stay in the model's files. All other parameters and the attention
-caches stay on the device. Prefill and decode each have a `Migration` of their own, which says when
-experts are copied to the device. `Usage` counts the requests to the caches of experts, and those
-that needed a copy.
+Experts that do not fit there can stay in the model's files. The experts' biases, all other
+parameters and the attention caches stay on the device. Prefill and decode each have a `Migration`
+of their own, which says when experts are copied to the device. `Usage` counts the requests to the
+caches of experts, and those that needed a copy.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def expert_caches(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
 
 
 def expert_cache_specs(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
-  """PartitionSpecs of `expert_caches`, in the same structure; {} if `cache_size` is 0."""
+  """The PartitionSpecs of what `expert_caches` returns, in the same structure."""
   if not offload.cache_size:
     return {}
   return {"experts": [cache_specs(params) for params in _experts_of_pairs(model)]}
@@ -186,14 +186,15 @@ def _counted(caches: Sequence[ExpertCache]) -> np.ndarray:
 def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None = None) -> GPT:
   """A copy of a model with its routed experts in the host's memory, or some of them in their files.
 
-  The copy has parameter arrays for each pair instead of stacks, and programs that run it unroll the
-  loop over pairs. The caller can delete `model` afterwards.
+  The experts' biases stay on the device. In `stages` the copy has arrays for each pair instead of
+  stacks, and programs that run it unroll the loop over pairs. The caller can delete `model`
+  afterwards.
 
   Args:
     model: any model whose parameters have the dtypes in which it computes.
     mesh: the devices that hold it.
-    int8: whether the host keeps the experts' matrices in eight bits (`Int8`), which halves the
-      copied bytes of a 16-bit model.
+    int8: whether matrices that go to pinned memory become eight bits (`Int8`), which about halves
+      the copied bytes of a 16-bit model; those in files stay as they are.
     pinned: number of pairs, from the first, whose experts go to pinned memory; None: all. The
       experts of the other pairs stay in their files (`OnDisk`), which needs a model of
       `InferenceFolder.mapped`.

@@ -44,7 +44,7 @@ class Needs:
     dense: bytes of all parameters but the matrices of routed experts.
     expert: bytes of one routed expert's matrices of one pair, in the compute type on the device.
     moved: bytes of the same matrices in the host's memory, fewer if they are in eight bits.
-    experts: number of experts of one pair that belong to this device.
+    experts: number of experts of one pair that belong to a device.
     pairs: number of pairs of the model.
     caches: bytes of the attention caches of all rows; no less if devices divide the batch.
     scratch: bytes of the activations and logits of one pass, estimated: of a prefill, or of a
@@ -61,12 +61,12 @@ class Needs:
 
   @property
   def layer(self) -> int:
-    """Bytes on the device of all experts of one pair that belong to this device."""
+    """Bytes that all experts of one pair that belong to a device take in its memory."""
     return self.expert * self.experts
 
   @property
   def host(self) -> int:
-    """Bytes in the host's memory of all pairs' experts that belong to this device."""
+    """Bytes that the experts of all pairs that belong to one device take in the host's memory."""
     return self.moved * self.experts * self.pairs
 
   @property

@@ -83,7 +83,7 @@ class Plan:
     host: bytes of pinned memory needed for all devices together.
     prefill, decode: tokens/s of all rows together.
     hit_rate: the share of requests that find their expert in the cache, as assumed for `decode`.
-    hidden: share of the time of decode's copies during which the device computes.
+    hidden: share of the time of decode's copies during which the device computes; 0 without copies.
     pinned: number of pairs whose experts are in pinned memory; those of the others stay in their
       files. None: all pairs.
   """

@@ -12,8 +12,8 @@ Every device of the expert axis holds E / W experts of each layer. Three objecti
              2401.08383).
 
 `docs/inference.md` says which of them saves rows in this project's exchange. All three maximise a
-sum over pairs of experts that share a device; swaps of two experts climb to a local maximum, from
-the present placement and from random ones.
+sum over pairs of experts that share a device. Swaps of two experts (or of two groups that stay
+whole) climb to a local maximum, from the present placement and from random ones; the best is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SWEEPS = 32  # most passes over all layers for `affinity`
 def place(
   choices: Choices, devices: int, objective: str, *, groups: int = 1, seed: int = 0
 ) -> Int[np.ndarray, "L E"]:
-  """The device of every expert of every layer: int [L, E], each device E / W times in a row.
+  """The device of every expert of every layer: int [L, E]; a layer has each device E / W times.
 
   The sum that the objective maximises is at least that of the present placement, in which expert e
   lies on device e // (E / W).
@@ -92,9 +92,9 @@ def check_devices(num_experts: int, devices: int, groups: int = 1) -> None:
 
 
 def order_of(device_LE: Int[np.ndarray, "L E"]) -> Int[np.ndarray, "L E"]:
-  """The order in which a device after the other holds its experts, by their present index.
+  """The experts' indices in each layer, sorted by device: first those of device 0, and so on.
 
-  Example: with the devices [1, 0, 1, 0] the order is [1, 3, 0, 2]: expert 1 comes first.
+  Example: if the experts 0 to 3 lie on the devices [1, 0, 1, 0], the order is [1, 3, 0, 2].
   """
   return np.argsort(device_LE, axis=-1, kind="stable")
 
@@ -124,7 +124,8 @@ def _loads(choices: Choices, devices: int) -> list[np.ndarray]:
   """For each layer, -Σ load_e · load_f over batches, gatings and source devices: [E, E].
 
   A device's rows are the sum of its experts' loads. So the sum of the squares of all devices' rows
-  is a constant minus twice the sum of these numbers over pairs of experts that share a device.
+  is a constant minus twice the sum of these numbers over pairs of experts that share a device. The
+  diagonal is 0. If W does not divide a batch's T tokens, the last T mod W are left out.
   """
   found = [np.zeros((choices.num_experts,) * 2) for _ in range(choices.layers)]
   for gating, layer in enumerate(choices.layer_G):
@@ -141,7 +142,8 @@ def _along_layers(
 ) -> np.ndarray:
   """Places the layers one after the other, given their neighbours, until no layer changes.
 
-  From the present placement and from random ones; the best result is returned.
+  It does so from the present placement and from random ones, with at most `_SWEEPS` passes over the
+  layers each time, and returns the best result.
   """
   layers, num_experts = len(counts) + 1, counts.shape[-1]
   nothing_EE = np.zeros((num_experts, num_experts))
@@ -180,11 +182,11 @@ def _in_groups(
   groups: int,
   rng: np.random.Generator | None,
 ) -> np.ndarray:
-  """`assigned`, with groups of consecutive experts that stay together.
+  """Places experts by `assigned`, so that groups of consecutive experts stay together.
 
   If a device holds whole groups, groups are placed instead of experts. If a group lies on several
-  devices, the experts of each group are placed on the group's devices. With rng, random starts
-  too.
+  devices, the experts of each group are placed on the group's devices. Arguments are those of
+  `assigned`, and the number of groups.
   """
   num_experts, devices = alone_EW.shape
   if groups >= devices:
@@ -251,7 +253,7 @@ def _climbed(pairs_EE: np.ndarray, alone_EW: np.ndarray, start_E: np.ndarray) ->
 
 
 def _shuffled(device_E: np.ndarray, groups: int, rng: np.random.Generator) -> np.ndarray:
-  """A random placement that keeps groups together, as `_in_groups` does."""
+  """A random placement in which each group lies on one device, or on the devices that it had."""
   size = len(device_E) // groups
   if groups > device_E.max():  # every device holds whole groups
     return rng.permutation(device_E[::size]).repeat(size)

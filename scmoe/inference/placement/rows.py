@@ -13,7 +13,7 @@ from scmoe.moe.dispatch.dropless import buffer_rows, overflow_rows
 
 
 class Rows(NamedTuple):
-  """Figures of one placement on W devices: means over batches, gatings and devices.
+  """Figures of one placement on W devices, over all batches, gatings and devices.
 
   The tokens of a batch are divided evenly among the devices, in their order, and the devices
   exchange rows as `dispatch.transport=dropless` does in one dispatch. A combine sends as many back.
@@ -21,12 +21,15 @@ class Rows(NamedTuple):
   Attributes:
     away: share of the choices whose expert lies on another device than the token. Each is a row
       with content that travels.
-    sent: rows that a device sends to others, filled or not: the first round's and the overflow
-      rounds'. Times the model's width and the size of a number, these are bytes on the wire.
-    rounds: 1 + the overflow rounds.
-    busiest: rows that the busiest device receives, over the mean of all devices.
-    receivers: devices that hold an expert of a token, per token and gating, its own device
-      included. An exchange that sent a token to each such device once would send `receivers` rows.
+    sent: mean number of rows that a device sends to others, filled or not: the first round's and
+      the overflow rounds'. Times the model's width and the size of a number, these are bytes on the
+      wire.
+    rounds: 1 + the mean number of overflow rounds.
+    busiest: rows that the busiest device receives, from itself too, over the mean of all devices;
+      the mean over batches and gatings.
+    receivers: number of devices that hold an expert of a token, the token's own device included;
+      the mean over gatings and over tokens with such an expert. An exchange that sent a token to
+      each of these devices once would send `receivers` rows.
     apart: share of pairs of experts that lie on different devices, of all pairs that a token
       forms of its experts in one layer and those in the next; NaN with one layer. With one expert
       per token it is how often a token travels in ExFlow, where it stays with its last expert.

@@ -236,10 +236,7 @@ class Statistics:
     return self.rows / self.steps if self.steps else 0.0
 
   def first_at(self, share: float) -> float:
-    """A quantile of `first_seconds`: at least this share of them are not larger.
-
-    NaN without answers.
-    """
+    """A quantile of `first_seconds`: at least `share` of them are no larger; NaN if empty."""
     ordered = sorted(self.first_seconds)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan
 

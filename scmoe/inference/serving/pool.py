@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FreePages:
-  """The free pages of one part's pool; the page that was freed last is taken first.
+  """The free pages of one part's pool; the pages that were freed last are taken first.
 
   Args:
     count: pages of the pool.

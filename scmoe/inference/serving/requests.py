@@ -19,7 +19,9 @@ MOST_STOP = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """A prompt and how to continue it; the answer depends on no other request.
+  """A prompt and how to continue it.
+
+  The answer depends on other requests only as far as `Server` says of rounding.
 
   Attributes:
     prompt: token ids, at least one.

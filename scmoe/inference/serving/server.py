@@ -1,10 +1,11 @@
 """Continuous batching: requests join and leave a running batch, over a pool of pages.
 
-Each turn of `Server.step` runs one step of decoding for all slots that have read their prompt, and
-then one program that reads a piece of each of some other slots' prompts. A request that ends frees
-its slot and its pages for other requests. While the device computes a turn, the host reads the
-tokens of the turn before. So the host learns one turn late that a request has drawn an end token or
-completed a stop; the token that the device has drawn for it meanwhile is thrown away.
+Each turn of `Server.step` runs one step of decoding for all requests whose prompt has been read and
+that need more tokens; then one program reads a piece of each of some other requests' prompts. A
+step or program without such a request is left out. A request that ends frees its slot and its pages
+for other requests. While the device computes a turn, the host reads the tokens of the turn before.
+So the host learns one turn late that a request has drawn an end token or completed a stop; the
+token that the device has drawn for it meanwhile is thrown away.
 """
 
 from __future__ import annotations
@@ -247,12 +248,12 @@ class Server:
   def step(self) -> list[Answer]:
     """Runs one turn; returns the answers of the requests that it found ended, by rising `id`.
 
-    These requests have ended in an earlier turn, whose tokens the host reads in this one.
+    Their last tokens were drawn in an earlier turn, and the host reads them in this one.
     """
     begin = time.perf_counter()
     self._admit()
-    # Decoding comes first, because it may put a request back (`_make_room`), whose results the host
-    # must all have read by then. It could not have read those of pieces of the same turn.
+    # Decoding comes first, because `_make_room` may put a request back. The host must have read all
+    # results of that request by then, and could not have read those of pieces of the same turn.
     turn = [found for found in (self._add_tokens(), self._read_pieces()) if found is not None]
     if turn:
       self._unread.append(turn)
@@ -267,10 +268,10 @@ class Server:
   def _admit(self) -> None:
     """Gives waiting requests, oldest first, a slot and pages for their text, while there is room.
 
-    The pages hold the text and one token more, if a step can read that token. It stops at the first
-    request for which no part has a slot and enough pages to spare. A part keeps one free page back
-    for every request of its own that may come to need another one; else the new request would be
-    put back at once.
+    The pages hold the text and one token more, if a step can read that token. At the first request
+    for which no part has a slot and enough pages to spare, all others go on waiting too. A part
+    keeps one free page back for every request of its own that may come to need another one; else
+    the new request would be put back at once.
     """
     size = self.page_tokens
     while self._waiting:

@@ -74,7 +74,7 @@ class Checkpointer:
   def __init__(self, workdir: str | os.PathLike[str], cfg: CheckpointConfig):
     quiet_libraries()
     self.directory = Path(workdir).absolute() / FOLDER
-    # The newest step that is known to be saved completely; None: no step is.
+    # The step that was last saved completely or restored; None: there is none yet.
     self.last_saved: int | None = None
     # Seconds from the start of the last complete save until `wait` saw its end.
     self.last_seconds = 0.0

@@ -1,4 +1,4 @@
-"""Keeps compiled programs in the folder of a run: a later start loads them from there."""
+"""Keeps compiled programs in a run's folder for later starts, unless the user set jax's cache."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _WORTH = 0.1
 
 @contextlib.contextmanager
 def kept_programs(folder: Path) -> Iterator[None]:
-  """While the context lasts, jax keeps compiled programs in a folder within `folder`.
+  """While the context lasts, jax keeps compiled programs in `folder`, unless the user set a cache.
 
-  A later start reads them there instead of compiling. A cache that the user set
-  (`JAX_COMPILATION_CACHE_DIR`) stays in use instead. Programs for CPUs use the instructions of this
-  processor, so each kind of processor has a folder of its own in `folder`.
+  A later start reads them there instead of compiling. The user's cache is that of
+  `JAX_COMPILATION_CACHE_DIR`; if there is one, nothing is changed. Programs for CPUs use the
+  instructions of this processor, so each kind of processor has a folder of its own in `folder`.
   """
   if getattr(jax.config, CACHE) is not None:
     yield

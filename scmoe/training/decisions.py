@@ -18,7 +18,7 @@ from scmoe.training.variants import Variant
 SCHEDULE = "schedule.json"
 # A kept decision holds for the same devices, number of processes and jax version, and for the same
 # values of the sections SECTIONS, of the fields FIELDS of `train`, and of `data.seq_len`. Other
-# settings do not change which candidate is the fastest.
+# settings hardly change which candidate is the fastest.
 SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
 FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 

@@ -252,7 +252,11 @@ class Supervisor:
   # -- during a turn ----------------------------------------------------------------------------
 
   def _watch(self, child: Child) -> int | None:
-    """Looks after the running command: ends it if it cannot go on, asks it to stop if it should."""
+    """Looks after the running command: ends it if it cannot go on, asks it to stop if it should.
+
+    Returns:
+      the member's exit code if the command has ended and no turn follows; else None.
+    """
     code = child.poll()
     if code is not None:
       return self._ended(128 - code if code < 0 else code)

@@ -4,9 +4,9 @@ Which schedule hides most depends on the link, the sizes and the router's balanc
 them was right everywhere (experiments/LOG.md). So candidates are measured, by a `Search`:
 
   auto   measures before the first step. A cut of the run (`Searchable.cut`: same sizes, same
-         devices, but two block pairs and `overlap.flight` microbatches, compiled in seconds where a
-         whole step takes minutes) proposes a change; whole steps of the run, as configured and
-         with the change, decide
+         devices, but at most two block pairs and `overlap.flight` microbatches, compiled in
+         seconds where a whole step takes minutes) proposes a change; whole steps of the run, as
+         configured and with the change, decide, except in runs with a teacher or adapters
   tune   measures candidates that the user names: with auto, in its search; without auto, in
          the first steps, each of which trains
 
@@ -43,7 +43,7 @@ from scmoe.training.variants import Change, StepVariants, Variant, parse_candida
 PROFILES = "profile_guided"
 # Arguments of `Search` for `overlap.schedule=auto`: `most_steps` (on the cut), `rounds`, `margin`.
 MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01
-# XLA compiles one candidate for each four CPU cores of the host at the same time.
+# In a run of one process, XLA compiles one candidate for each four CPU cores at the same time.
 CORES = 4
 
 
@@ -90,11 +90,18 @@ class Searchable(Protocol):
     ...
 
   def cut(self) -> Searchable:
-    """The same model with fewer layers and microbatches, on the same devices, to measure on."""
+    """The model with two block pairs and `overlap.flight` microbatches at most, to measure on.
+
+    In a Swin the limit of pairs holds for each stage. The cut has the same devices, but no teacher,
+    and trains all its parameters.
+    """
     ...
 
   def random_batch(self) -> Any:
-    """One step's random tokens of this process: numpy arrays [A, B / processes, ...]."""
+    """This process's part of one step's random batch: numpy arrays [A, B / processes, ...].
+
+    The step has A microbatches of B sequences or images.
+    """
     ...
 
 

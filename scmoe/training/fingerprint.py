@@ -57,9 +57,9 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
 # On a CPU, XLA writes the mixed words to memory before it adds them: twice the size of a bfloat16
 # array. That takes ten times as long as a loop over blocks that stay in registers, so large arrays
 # are read in such blocks. So are arrays in the host's memory (`scmoe.training.host_arrays`) of any
-# size.
+# size, except scalars.
 
-# An array on a CPU is read in blocks if it has at least this many elements.
+# The least number of elements of an array on a CPU that is read in blocks.
 _WALKED = 2**20
 # Elements of the largest block. If no number from 129 to 1,024 divides the length of the last
 # dimension, a block has that length instead.

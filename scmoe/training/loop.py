@@ -93,7 +93,8 @@ class Trainer:
         one, or the position in the data that it stores cannot be used.
       StorageError: the workdir cannot be written, or too many saves in a row failed.
       NonFiniteError: more than train.max_skipped_in_row steps in a row were skipped (a loss or
-        gradient was not finite, or a spike), or one was a spike with train.spike_action=stop.
+        gradient was not finite, or a spike), or one was a spike with train.spike_action=stop; or a
+        state that was to be saved is not finite.
       Preempted: asked to stop (signal or train.stop_after), and saved.
     """
     train, accumulation = self.built.train, self.check()
@@ -322,7 +323,7 @@ class Run:
       the final state, as a checkpoint holds it.
 
     Raises:
-      Preempted: the run was stopped before its last step, or before that step's evaluation.
+      Preempted: the run was stopped before its last step, or before that step was evaluated.
     """
     train = self.train
     self.flush()
@@ -488,6 +489,9 @@ class Run:
     """Starts a checkpoint of this step unless it has one; `final` waits until it is written.
 
     Also compares the hosts' times (`Journal.compare_hosts`).
+
+    Raises:
+      NonFiniteError, StorageError: as `Checkpointer.save`; or as `flush`.
     """
     # The step's line, if one is due, must be in metrics.jsonl before the step's checkpoint exists.
     self.flush()
@@ -568,6 +572,7 @@ class Run:
   def profile(self) -> None:
     """Starts jax's profiler before step `train.profile_step`; stops it `profile_steps` steps later.
 
+    It is stopped as the step after the traced ones begins: a run that ends earlier never stops it.
     The trace is taken in this process, so no port is opened for a profiler's client.
     """
     train = self.train

@@ -18,7 +18,7 @@ from scmoe.training.options import OptimizerConfig
 from scmoe.training.spikes import Spikes
 from scmoe.training.streamed_update import OnHost
 
-# Parameters do not decay if one of these words is in the last two names of their path.
+# A parameter does not decay if one of these words is a part of one of its path's last two names.
 UNDECAYED = ("bias", "scale", "norm", "gain", "sinks")
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 
 def quiet_libraries() -> None:
-  """Keeps the tracebacks of orbax and tensorstore off standard error: ours are one-line warnings.
+  """Keeps the tracebacks of orbax and tensorstore off standard error.
 
-  orbax logs tracebacks, so the loggers `absl` and `asyncio` are set to critical errors only. When
-  one of orbax's reads or writes fails, it closes its event loop. Every other read or write then
-  raises in a tensorstore thread, or in the coroutine that Python closes unfinished when it exits.
-  Both exceptions reach `sys.unraisablehook`: over a hundred tracebacks for one full disk or one
-  damaged file, which are dropped.
+  scmoe's own warnings say in one line each what failed. orbax logs tracebacks, so the loggers
+  `absl` and `asyncio` are set to critical errors only. When one of orbax's reads or writes fails,
+  orbax closes its event loop. Every other read or write then raises in a tensorstore thread, or in
+  the coroutine that Python closes unfinished when it exits. Both exceptions reach
+  `sys.unraisablehook`, which drops them: they are over a hundred tracebacks for one full disk or
+  one damaged file.
   """
   for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -118,6 +118,7 @@ class TrainState:
 class Objective(Losses, Protocol):
   """The model as the training step uses it: losses, the types they read, metrics, router updates.
 
+  A model with a teacher, or for another seed, is an `Objective` of its own (`taught`, `seeded`).
   The step calls all methods in the manual region: parameters and batch are one device's shares.
   """
 

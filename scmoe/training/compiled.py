@@ -42,7 +42,7 @@ def kept_programs(folder: Path) -> Iterator[None]:
 
 
 def _processor() -> str:
-  """12 hexadecimal digits that name this kind of CPU: a digest of its model and features."""
+  """12 hexadecimal digits that name this kind of CPU: a digest of its architecture and features."""
   kind = f"{platform.machine()} {platform.processor()}"
   with contextlib.suppress(OSError):
     lines = Path("/proc/cpuinfo").read_text().splitlines()

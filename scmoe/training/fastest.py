@@ -83,10 +83,7 @@ class Searchable(Protocol):
     ...
 
   def variant(self, variant: Variant) -> Objective:
-    """The objective of a variant: the same result, computed in another way.
-
-    Only a variant that sets `top_k` or `capacity_factor` has another result.
-    """
+    """The objective of a variant: the same result, unless `top_k` or `capacity_factor` is set."""
     ...
 
   def cut(self) -> Searchable:

@@ -22,7 +22,7 @@ Index = tuple[slice, ...]
 
 
 def lies_on_host(x: Any) -> bool:
-  """Whether an array, or a `jax.ShapeDtypeStruct` with sharding, is in the host's memory.
+  """Whether an array, or a `jax.ShapeDtypeStruct` with sharding, is in pinned memory of the host.
 
   Unlike `is_on_host` it knows a single shard's memory, and does not know a traced value's.
   """
@@ -37,7 +37,7 @@ def is_made(x: Any) -> bool:
 def made_on_host(
   shape: Sequence[int], sharding: NamedSharding, piece: Callable[[Index, Any], np.ndarray]
 ) -> Array:
-  """An array in the host's memory, each shard of which the host computes.
+  """An array in pinned memory of the host, each shard of which the host computes.
 
   Args:
     shape: of the whole array.

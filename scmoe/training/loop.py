@@ -199,7 +199,7 @@ class Run:
     # A step's number and its results, which the host has not read yet.
     self.pending: tuple[int, Results] | None = None
     self.batch: Batch | None = None
-    # Kinds of work, e.g. "evaluation", that `arm` has seen: they are compiled already.
+    # Kinds of work, e.g. "evaluation", that `arm` has seen: later work of these compiles nothing.
     self.compiled: set[str] = set()
     # Whether the lines that describe the run were printed.
     self.introduced = False
@@ -346,7 +346,7 @@ class Run:
     """Closes the outputs and waits for a checkpoint that is being written, however the run ends."""
     self.watchdog.disarm()
     self.journal.close()
-    # The run ends anyway, and a warning has told the user of each failed save.
+    # The run ends anyway, and its own error matters more than that of its last save.
     with contextlib.suppress(StorageError):
       self.checkpointer.close()
 
@@ -551,7 +551,7 @@ class Run:
     """Gives the work that begins now a limit of time, if `train.watchdog_seconds` is not 0.
 
     Args:
-      what: kind of the work. The first work of a kind compiles, so its limit is the longer one of
+      what: kind of the work. The first work of a kind may compile, so its limit is the longer of
         `train.first_step_seconds` and `train.watchdog_seconds`. Later ones get `watchdog_seconds`.
       allowance: True: this work gets the longer limit, whether it is the first of its kind or not.
     """

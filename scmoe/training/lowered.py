@@ -1,4 +1,4 @@
-"""Keeps lowered programs beside compiled ones: a second start need not lower Pallas kernels again.
+"""Keeps one GPU's lowered programs beside compiled ones: later starts lower no Pallas kernel again.
 
 jax's compilation cache spares XLA's compilation only. Its key is a digest of the lowered program,
 so every start lowers first. For a Pallas kernel that means Mosaic's layout inference in Python:

@@ -99,8 +99,8 @@ def make_optimizer(
 ) -> Optimizer:
   """Makes the optimizer that a configuration describes.
 
-  It clips gradients, applies Adam or Muon, decays weights by mask and multiplies by the learning
-  rate. Where the options ask for it, it also keeps the moments in bfloat16, scales the loss, skips
+  It applies Adam or Muon and multiplies by the learning rate. Where the options ask for it, it also
+  clips gradients, decays weights by mask, keeps the moments in bfloat16, scales the loss, skips
   steps whose loss or gradient norm spikes, and averages the parameters.
 
   Args:

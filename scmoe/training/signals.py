@@ -26,10 +26,10 @@ _GRACE_SECONDS = 10.0  # faulthandler acts so many seconds later than the watchd
 
 
 class StopRequest:
-  """A context whose signal handlers record that the run was asked to stop.
+  """A context whose signal handlers note that the run was asked to stop (`poll`).
 
-  The handlers are installed only if the main thread enters the context: Python lets no
-  other thread do so.
+  With several processes the handlers have jax tell all of them. They are installed only if the main
+  thread enters the context: Python lets no other thread install handlers.
   """
 
   def __init__(self) -> None:

@@ -201,8 +201,8 @@ class Static:
     return _COMPILED | (_ONE_ORDER if self.deterministic else {})
 
 
-# The devices divide the batch over all axes of tokens. So each has whole rows, even on the axis
-# `sequence`, whose devices divide the tokens of a row in training.
+# The devices divide the batch over all axes of tokens. So each has whole rows, even on the axes
+# `SEQUENCE_AXES`, whose devices divide the tokens of a row in training.
 _ROWS = P(TOKEN_AXES)
 _COMPILED: dict[str, Any] = {
   # Without excess precision every operation rounds its result to the result's type. With it XLA

@@ -26,7 +26,7 @@ def gradient_norms(gradients: Mapping[str, Any], model: ModelConfig) -> dict[str
   Returns:
     part -> float64 [L], layers in order; NaN where a layer has no such part. "norms" are the norms
     before attention, MLP and experts, and what weighs the shared expert. The experts and the gate
-    of a pair are those of its last layer.
+    of a pair count as parts of its last layer.
   """
   whole = model.architecture == "swin"
   trunks = list(stages_of(model)) if whole or model.reads_images else [model]

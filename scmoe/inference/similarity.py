@@ -6,9 +6,10 @@ a_i and b_i the two vectors of token i,
 
   CKA(a, b) = HSIC(A, B) / sqrt(HSIC(A, A) · HSIC(B, B)),  A_ij = a_i · a_j,  B_ij = b_i · b_j
 
-The estimate of HSIC is the unbiased one of Song et al. 2012, so that sums over batches estimate
-the HSIC of all tokens (Nguyen et al. 2021); the ratio is taken once at the end. The estimated
-alignment of unrelated values may be below 0.
+The estimate of HSIC is the unbiased one of Song et al. 2012, so that its mean over batches
+estimates the HSIC of all tokens (Nguyen et al. 2021). The ratio is taken once at the end, of sums
+over batches, in which the number of batches cancels. The estimated alignment of unrelated values
+may be below 0.
 """
 
 from __future__ import annotations

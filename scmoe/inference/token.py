@@ -50,7 +50,7 @@ from scmoe.parallel.collectives import repeat
 
 
 def for_one_token(model: GPT) -> GPT:
-  """A copy of a model for passes of a single token; it shares the parameters of `model`.
+  """A copy of a model for passes of a single token; its parameters are the arrays of `model`.
 
   Args:
     model: any model; it is not changed.

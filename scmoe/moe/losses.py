@@ -207,7 +207,7 @@ def balance_part(sums: RouterSums, step: RouterSums, kind: str) -> Array:
 
 
 def init_bias(layers: int, experts: int, config: RouterConfig) -> dict[str, Array]:
-  """Balancing biases before the first step, all 0; {} if `router.bias` is `none`.
+  """Balancing biases, and their controller's errors, before the first step: all 0.
 
   Args:
     layers: number of layers with a router.
@@ -217,7 +217,7 @@ def init_bias(layers: int, experts: int, config: RouterConfig) -> dict[str, Arra
   Returns:
     `bias`, float32 [layers, E]. If the controller has a proportional or derivative gain, also
     `error` and `error_before` of the same shape: the errors (`update_bias`) of the last step and
-    the one before.
+    the one before. {} if `router.bias` is `none`.
   """
   if config.bias == "none":
     return {}

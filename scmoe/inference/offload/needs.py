@@ -1,4 +1,7 @@
-"""The bytes that a model and its workload need on each device, from shapes alone."""
+"""The bytes that a model and a generation need on each device and in the host's memory.
+
+They are computed from shapes alone.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-  """The bytes that a model and its workload need on each device.
+  """The bytes that a model and its workload need on each device, and for it in the host's memory.
 
   Attributes:
     dense: bytes of all parameters but the matrices of routed experts.
@@ -76,7 +79,7 @@ class Needs:
 
 
 def needs(model: ModelConfig, shapes: Any, load: Workload, *, int8: bool = False) -> Needs:
-  """Computes the bytes that a model and its workload need on each device, from shapes alone.
+  """Computes the `Needs` of a model and its workload, from shapes alone.
 
   Args:
     model: the model's resolved options.

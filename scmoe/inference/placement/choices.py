@@ -43,7 +43,7 @@ class Choices(NamedTuple):
     """int8, 1 where a token has chosen an expert in this gating, else 0."""
     expert_NTK = self.expert_NGTK[:, gating]
     shape = (*expert_NTK.shape[:2], self.num_experts + 1)
-    found = np.zeros(shape, np.int8)  # column 0 takes the choices that are not made
+    found = np.zeros(shape, np.int8)  # column 0 takes the choices that are -1
     np.put_along_axis(found, expert_NTK + 1, 1, axis=-1)
     return found[..., 1:]
 

@@ -229,7 +229,7 @@ def assigned(
 
 
 def gain(pairs_EE: np.ndarray, alone_EW: np.ndarray, device_E: np.ndarray) -> float:
-  """The sum that `assigned` maximises, of one placement; the diagonal of pairs is 0."""
+  """The sum that `assigned` maximises, of one placement; the diagonal of pairs must be 0."""
   same_EE = device_E[:, None] == device_E
   return float((pairs_EE * same_EE).sum() / 2 + alone_EW[np.arange(len(device_E)), device_E].sum())
 

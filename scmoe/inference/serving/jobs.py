@@ -241,7 +241,7 @@ class Statistics:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan
 
   def line(self) -> str:
-    """The figures in one line for people; without answers it says only that there are none."""
+    """The main figures in one line for people; without answers it says only that there are none."""
     if not self.answers:
       return "no request answered"
     speed = self.tokens / self.seconds if self.seconds else 0.0

@@ -166,7 +166,7 @@ class Answer:
 
 
 class Ending:
-  """Decides whether a request's text has come to its end.
+  """Decides whether a request's text has come to its end, and cuts the text before a stop.
 
   Args:
     request: a checked request.

@@ -46,7 +46,7 @@ from scmoe.parallel.mesh import TOKEN_AXES, make_mesh
 
 # Limits on the slots of a server, and on the tokens of a page and the prompts' tokens of a turn.
 MOST_SLOTS, MOST_TOKENS = 2**16, 2**20
-# For each row of a program that has work, (the row's number, the request in it).
+# Some rows of a program, each as (number of the row, the request in it).
 Rows = list[tuple[int, Job]]
 # The least tokens of a piece and the fewest pages of a table for which programs are compiled,
 # unless the largest piece or table is smaller.

@@ -104,7 +104,7 @@ class Dropless:
   chunks: int = 1
   order: str = "choice"
   longest: int | None = None
-  delivers: ClassVar[bool] = False  # whether `_send` leaves the rows at their experts
+  delivers: ClassVar[bool] = False  # whether `_send` itself brings the rows to their experts
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
     """Sends the first round of rows; runs the overflow rounds before it, unless `experts` is None.
@@ -191,7 +191,12 @@ class Dropless:
     return self._added_up(sent, back)
 
   def _added_up(self, sent: Dispatched, back: list[Array]) -> Array:
-    """The output [T, D] from each chunk's outputs in their rows of the send buffer."""
+    """The output [T, D]: the weighted sums of the chunks' outputs and the overflow rounds' part.
+
+    Args:
+      sent: the result of `dispatch`.
+      back: for each chunk, the experts' outputs in the rows of this device's send buffer.
+    """
     y_TD = sum_chunks(tuple(back), sent.weight_TK, sent.permutations)
     return y_TD if sent.overflow_TD is None else y_TD + sent.overflow_TD.astype(y_TD.dtype)
 
@@ -219,7 +224,7 @@ class Dropless:
     return Chunk(rows_RD, window), queues, before
 
   def _layout(self, sent: Chunk, queues: Queues, low: int, size: int) -> RowLayout:
-    """The expert of each row that arrives from positions [low, low + size) of all queues."""
+    """The layout of the rows that arrive from positions [low, low + size) of all queues."""
     del sent
     return _layout_of_window(queues, low, size)
 

@@ -228,7 +228,7 @@ def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
 
 @jax.custom_vjp
 def _put_tokens(x_TD: Array, plan: _Plan) -> tuple[Array, Array]:
-  """Puts each token to the places of its choices in the tiles; returns what `_put_slots` does."""
+  """Puts each token to the places of its choices in this chunk; returns what `_put_slots` does."""
   to = {"axis": plan.axis, "ranks": plan.ranks, "groups": plan.groups}
   rows_RD, origin_R = put_rows(
     x_TD, plan.place_TK, tag_MK=plan.origin_TK, num_rows=plan.groups.num_rows, **to

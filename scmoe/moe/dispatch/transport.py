@@ -216,7 +216,7 @@ def make_exchange(config: DispatchConfig) -> Exchange:
 
 
 def _local_groups(config: DispatchConfig) -> int:
-  """Capacity groups of one device: `dispatch.groups` / shards, or 1 if that option is 0.
+  """Number of capacity groups of a device: `dispatch.groups` / shards, or 1 if that option is 0.
 
   A shard is an index on the mesh's axes of tokens (`TOKEN_AXES`).
 

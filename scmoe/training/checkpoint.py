@@ -76,7 +76,7 @@ class Checkpointer:
     self.directory = Path(workdir).absolute() / FOLDER
     # The step that was last saved completely or restored; None: there is none yet.
     self.last_saved: int | None = None
-    # Seconds from the start of the last complete save until `wait` saw its end.
+    # Seconds from the start of the last complete `save` until `wait` saw its end; 0: there is none.
     self.last_seconds = 0.0
     self._cfg = cfg
     self._failures = 0

@@ -39,7 +39,7 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
 
 
 class Bar:
-  """A progress bar on a terminal; elsewhere, or for 0 steps, it prints lines alone.
+  """A progress bar on a terminal; elsewhere, or for 0 steps, lines alone; nothing unless `shown`.
 
   Args:
     start: steps done before.

@@ -72,7 +72,7 @@ class Decisions:
         if stored["for"] == self._identity():
           found = stored_variant(stored["chosen"], str(self.file)).given
       except (FileNotFoundError, StoredError):
-        found = None  # schedule.json is missing, incomplete or of another version: search again
+        found = None  # schedule.json is missing or cannot be used: search again
     found = from_all_processes({"found": found})[0]["found"]
     return None if found is None else Variant(**found)
 

@@ -28,7 +28,7 @@ PyTree = Any
 WEIGHTS_ONLY = "weights_only"
 # The folder that holds all arrays of a step that was saved in pieces.
 PIECES = "params"
-# Types of released models; float32 holds their values exactly.
+# The 16-bit types in which models are released; float32 holds all their values exactly.
 _NARROW = ("bfloat16", "float16")
 _ITEM = re.compile(r"params(_\d+)?|state")
 _LEAF = {
@@ -63,7 +63,10 @@ def flatten(tree: PyTree) -> dict[str, Any]:
 
 
 def item_of(name: str) -> str:
-  """The folder of an array: `params` for weights, which can then be read alone, or `state`."""
+  """The folder into which `Checkpointer.save` writes an array: `params` for weights, or `state`.
+
+  So weights can be read alone. A step whose meta gives an `item` has the array there instead.
+  """
   return "params" if name.partition(".")[0] == "params" else "state"
 
 
@@ -125,7 +128,7 @@ def _digest(meta: dict, data: dict) -> str:
 
 
 def read_description(place: Path) -> tuple[dict, dict]:
-  """(meta, data) of a step, verified, with current field names (`scmoe.training.schema`).
+  """(meta, data) of a step, verified; meta as the present schema has it (`scmoe.training.schema`).
 
   Raises:
     Damaged: the description is missing, of another form, or changed since it was written.

@@ -168,7 +168,7 @@ class Reported:
 
 
 class Run:
-  """The state of one call of `Trainer.run`: model, data, outputs, and the step it has reached.
+  """A training run in progress: model, data, outputs, and the step that it has reached.
 
   Args:
     trainer: of the run.
@@ -424,8 +424,8 @@ class Run:
   def next_batch(self) -> Batch:
     """This process's part of one optimizer step's batch, [A, B / processes, ...].
 
-    A is the number of microbatches, B the sequences of each. The batch stays in `batch` until the
-    next one.
+    A is the number of microbatches, B the sequences or images of each. The batch stays in `batch`
+    until the next one.
 
     Raises:
       DataError: the data ended.

@@ -109,8 +109,9 @@ def stream(
     router: the training run's router state (balancing biases), if it has any.
     mesh: the devices of this process that hold the model; None: jax's first device.
     prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
-    offload: how experts reach the device. The default needs a model whose experts are on the
-      device, any other value one of `scmoe.inference.offload.model.offloaded`.
+    offload: how experts reach the device. With `Migration`s it needs a model of
+      `scmoe.inference.offload.model.offloaded`; without them, as by default, one whose experts are
+      on the device.
     usage: an object that records the requests to the cache of experts.
     deterministic: whether XLA sums every product on a GPU in one order, in every process and for
       every `offload`; see `Static`.

@@ -119,10 +119,10 @@ class Heard:
 
 
 def walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: Heard) -> Array:
-  """Runs a trunk pair by pair, and adds its routings, values and sums to `found`.
+  """Runs a trunk pair by pair, and appends to all lists of `found`; see `Heard`.
 
   Listeners on the MoE and on the norms record routings and values. Returns the residual stream
-  after the last pair.
+  after the last pair, which is also the last of the trunk's values.
   """
   config, rule = trunk.config, trunk.config.wiring_rule
   stacks = {False: nnx.split(trunk.stages), True: trunk.dense and nnx.split(trunk.dense)}

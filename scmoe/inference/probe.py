@@ -184,8 +184,8 @@ def _counts(
   Most are sums over the batch's tokens, or numbers of tokens that divide such sums. `drop` and
   `shortcut_ratio` are the batch's own shares and ratios: `_finished` divides their sums by the
   number of batches, to which each batch adds the 1 in `batches`. `hsic` of each value on the main
-  path and `hsic_next` of each value and the next are estimates, whose sums `_finished` divides by
-  each other.
+  path and `hsic_next` of each value and the next are estimates, from whose sums `_finished` makes
+  `alignment_V`.
   """
   begun = reading.begin(model, batch)
   h_BSD, found = begun.h_BSD, Heard()

@@ -71,7 +71,8 @@ class Offload:
   def checked(self, model: GPT) -> Offload:
     """Checks that the model's experts are in the memory that this `Offload` expects; returns self.
 
-    The default `Offload` expects them on the device, every other one in the host's memory or files.
+    An `Offload` without `Migration`s expects them on the device, one with them in the host's memory
+    or in files.
 
     Raises:
       ConfigError: they are not where this `Offload` expects them.

@@ -111,8 +111,8 @@ class Dropless:
 
     XLA runs no exchange beside a loop that contains exchanges, even if the loop runs zero times. So
     the loop ends before the first round's exchange begins: dense work can then hide that exchange.
-    The first round moves P rows of every queue in each chunk. If the experts are not at hand yet
-    (`overlap.ahead`), `overflow` runs the loop later.
+    Each chunk of the first round moves at most P rows of every queue. If the experts are not at
+    hand yet (`overlap.ahead`), `overflow` runs the loop later.
 
     Args:
       x_TD: tokens of this device.

@@ -1,10 +1,10 @@
 """Places arrays of the state in the host's memory (`mesh.moments_in=host`), layer by layer.
 
-The optimizer's moments and every `Halves.low` (`scmoe.training.masters`) are read by the update
-alone. They can stay in pinned memory of the host, from which a GPU copies at the full speed of its
-link. A stack's array [L, ...] is then stored as an `Apart` of L arrays [1, ...]: XLA copies whole
-arrays asynchronously, but not slices of them. Checkpoints hold the stack, so that they load in
-every placement.
+In a step only the update reads the optimizer's moments and every `Halves.low`
+(`scmoe.training.masters`). They can stay in pinned memory of the host, from which a GPU copies at
+the full speed of its link. A stack's array [L, ...] is then stored as an `Apart` of L arrays
+[1, ...]: XLA copies whole arrays asynchronously, but not slices of them. Checkpoints hold the
+stack, so that they load in every placement.
 
 Bytes a parameter, with float32 moments: the device keeps 4 instead of 12, or, where parameters are
 stored in halves, 2.

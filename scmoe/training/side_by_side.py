@@ -6,6 +6,7 @@ kernel has S times the work:
 
     state [S, ...]  batch [S, A, B, ...]  seed [S]  ->  state [S, ...], scalars [S], arrays [S, ...]
 
+XLA computes what scmoe's own kernels compute in a run alone: they cannot run under `jax.vmap`.
 Each run is otherwise the one that `Trainer.run` trains alone: it has its own folder, metrics,
 checkpoints, initial weights and order of the data. Such a folder can be resumed alone, and runs
 that were begun alone can go on side by side.

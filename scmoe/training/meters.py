@@ -15,8 +15,8 @@ class Means:
   """Means of the scalars `NAMES` over the steps since the last line that was logged.
 
   Values that are not finite and skipped steps are left out, with one exception. If a step was
-  skipped because its gradients overflowed, and the overflow lowered the loss scale, the step counts,
-  as its loss is finite; but not if a step failed earlier in the same row of skipped steps.
+  skipped because its gradients overflowed, and the overflow lowered the loss scale, the step
+  counts, as its loss is finite; but not if a step failed earlier in the same row of skipped steps.
   """
 
   NAMES = ("loss", "cross_entropy", "accuracy", "drop")

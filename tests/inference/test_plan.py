@@ -143,6 +143,8 @@ def test_a_request_is_kept_or_refused(pos2):
   resident, lines = request()
   assert (resident.offload, lines) == (Offload(), [])
   assert request(offload="none,none", host_memory=1) == (resident, [])
+  with pytest.raises(ConfigError, match=r"^expert_cache=3 has no effect with offload='none': "):
+    request(offload="none", expert_cache=3)
   found, lines = request(offload="ring,blocking", expert_cache=3, cache_policy="lru")
   assert (found.offload.prefill.mode, found.offload.decode.mode) == ("ring", "blocking")
   assert (found.offload.cache_size, found.offload.decode.policy) == (3, "lru")

@@ -66,11 +66,18 @@ class OffloadRequest:
     """The `Offload` of this request; the field `offload` must name modes, not auto.
 
     Raises:
-      ConfigError: the field names an unknown mode, or one phase is none and the other is not.
+      ConfigError: the field names an unknown mode, one phase is none and the other is not, or both
+        are none and `expert_cache` is larger than 0.
     """
     prefill, _, decode = (part.strip() for part in self.offload.partition(","))
     options = {"policy": self.cache_policy, "sections": self.ring_sections}
-    return Offload.named(prefill, decode or prefill, max(self.expert_cache, 0), **options)
+    found = Offload.named(prefill, decode or prefill, max(self.expert_cache, 0), **options)
+    if found.prefill is None and found.cache_size:
+      raise ConfigError(
+        f"expert_cache={self.expert_cache} has no effect with offload={self.offload!r}: all "
+        "experts are on the device; leave expert_cache out, or use another offload"
+      )
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,7 @@ def test_no_mesh_at_all():
 
 
 def test_one_turns_command_finds_its_mesh_and_its_peers():
-  plan = Plan(2, (0, 2, 3), "node0:4444", 3, 2, "words")
+  plan = Plan(2, (0, 2, 3), ("a", "b", "c"), "node0:4444", 3, 2, "words")
   run = dataclasses.replace(run_of(), distributed=DistributedConfig("other:1", 4, 3))
   argv = ["--config.mesh.expert=8", "--config.distributed.num_processes=4"]
   argv += ["--config.distributed.coordinator=other:1", "--config.distributed.process_id=3"]
@@ -89,7 +89,7 @@ def test_one_turns_command_finds_its_mesh_and_its_peers():
   found = run_config(values, given)
   assert (found.mesh.data, found.mesh.expert) == (3, 2)
   assert find_cluster(found.distributed, variables(plan, 1)) == Cluster("node0:4444", 3, 1)
-  alone = Plan(3, (2,), "node2:4444", 1, 2, "words")
+  alone = Plan(3, (2,), ("b",), "node2:4444", 1, 2, "words")
   assert find_cluster(found.distributed, variables(alone, 0)) is None
 
 
@@ -132,7 +132,7 @@ def test_the_command_runs_as_a_member(tmp_path, monkeypatch):
   assert (member.me.devices, member.me.host) == (2, "127.0.0.1")
   started = []
   monkeypatch.setattr(elastic, "start_child", lambda *args: started.append(args))
-  member.launch.start(Plan(1, (2, 3), "127.0.0.1:8", 4, 1, ""), 0)
+  member.launch.start(Plan(1, (2, 3), ("a", "b"), "127.0.0.1:8", 4, 1, ""), 0)
   ((command, environment),) = started
   assert command[3:] == [*argv, "--restarts=0", "--elastic=false", "--config.mesh.data=4",
                          "--config.mesh.expert=1"]  # fmt: skip
@@ -185,7 +185,7 @@ def test_the_jobset_is_what_train_accepts():
   failing = spec["podFailurePolicy"]["rules"][0]
   assert failing["onExitCodes"]["values"] == [2, 3, 4, 5, 6]
   for processes in range(1, count + 1):
-    assert choose_mesh(run, processes, 8, most=count).processes
+    assert choose_mesh(run, processes, 8, most=count).processes == processes
 
 
 def test_the_slurm_script_is_what_train_accepts():

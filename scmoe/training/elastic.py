@@ -135,14 +135,14 @@ class Supervisor:
     self.child: Child | None = None
     self.plan = Plan()
     self.latest = read_plan(folder) or Plan()
-    # The newest turn that was planned before this member started, or that it has begun: it joins
-    # only later ones.
-    self._left = self.latest.turn
+    # The newest plan of before this member started, or the one that it has begun: it joins only
+    # later ones.
+    self._left = self.latest
     self.me = Member(number, secrets.token_hex(8), WAITING, 0, host, devices)
     self.others = Others(folder, number, count, silent, clock)
     self._written = -_BEAT_SECONDS
     self._resumes_at = 0.0
-    self._used = self._reached = 0
+    self._used = self._died_at = 0  # restarts in a row; step of the checkpoint at the last one
     self._trouble = ("", 0.0)
 
   def tick(self) -> int | None:
@@ -154,7 +154,8 @@ class Supervisor:
     self._tell()
     self.others.look()
     found = read_plan(self.folder)
-    if found is not None and found.turn > self.latest.turn:
+    # Two members that did not see each other may plan the same turn. The later plan counts.
+    if found is not None and found.turn >= self.latest.turn:
       self.latest = found
     code = self._wait() if self.child is None else self._watch(self.child)
     if code is not None:
@@ -187,13 +188,14 @@ class Supervisor:
       the member's exit code if it was told to stop or the run has ended; else None.
     """
     if self.asked:
+      self.tell(asks=LEAVE)  # else the others would take 75 for the end of the run
       return Preempted.code
     if (code := self._ended_for_good()) is not None:
       return code
     alive = sorted([self.me, *self.others.alive()])
     if alive[0].number == self.number and self._may_plan(alive):
       self._write_plan(alive)
-    if self.latest.turn > self._left and self.number in self.latest.members:
+    if self.latest != self._left and self.me.token in self.latest.tokens:
       self._begin()
     return None
 
@@ -228,12 +230,13 @@ class Supervisor:
       self.tell(state=ENDED, code=error.code)
       raise
     chosen = tuple(member.number for member in usable[: choice.processes])
+    tokens = tuple(member.token for member in usable[: choice.processes])
     if self.latest.turn and any(member.turn for member in alive):
       self.launch.release()
     host, port = self.me.host, _free_port()
     turn = 1 + max(self.latest.turn, *(member.turn for member in alive))
     self.latest = Plan(
-      turn, chosen, f"{host}:{port}", choice.data, choice.expert, choice.words[:1000]
+      turn, chosen, tokens, f"{host}:{port}", choice.data, choice.expert, choice.words[:1000]
     )
     write(self.folder / PLAN_FILE, self.latest)
     absent = [str(n) for n in range(self.count) if n not in chosen]
@@ -244,8 +247,7 @@ class Supervisor:
     warn(f"elastic: turn {turn} begins with process {names}{without}: {choice.words}{why}")
 
   def _begin(self) -> None:
-    self.plan, self._left = self.latest, self.latest.turn
-    self._reached, self._trouble = self.launch.progress(), ("", 0.0)
+    self.plan, self._left, self._trouble = self.latest, self.latest, ("", 0.0)
     self.child = self.launch.start(self.plan, self.plan.members.index(self.number))
     self.tell(state=RUNNING, turn=self.plan.turn, asks="")
 
@@ -283,13 +285,18 @@ class Supervisor:
 
     The reason is "" if it can go on.
     """
-    if self.latest.turn > self.plan.turn:
+    if self.latest != self.plan:
       return "another turn was planned", 0.0
     peers = {n: self.others.last(n) for n in self.plan.members if n != self.number}
     for number, member in peers.items():
       if self.others.is_silent(number) and not (member and member.state == ENDED):
         return f"process {number} is silent", 0.0
+    tokens = dict(zip(self.plan.members, self.plan.tokens, strict=True))
     for number, member in peers.items():
+      if member is not None and member.token != tokens[number]:
+        return f"process {number} was started again", _PEER_SECONDS
+      if member is not None and member.state == ENDED and member.turn != self.plan.turn:
+        return f"process {number} ended before the turn began", _PEER_SECONDS
       if member is not None and member.turn == self.plan.turn:
         if member.state == WAITING and not member.asks:
           return f"the training of process {number} died", _PEER_SECONDS
@@ -309,7 +316,10 @@ class Supervisor:
 
   def _ended(self, code: int) -> int | None:
     """The exit code of this member if its command has ended for good; None if a turn follows."""
-    if self.asked or (code in FINAL and code != Preempted.code):
+    if code in FINAL and code != Preempted.code:
+      return code
+    if self.asked:
+      self.tell(asks=LEAVE)
       return code
     if code != Preempted.code:
       return self._died(f"the training ended with {code}", code)
@@ -323,14 +333,16 @@ class Supervisor:
   def _died(self, why: str, code: int = 1) -> int | None:
     """Counts a restart; returns the exit code if none is left."""
     self.child = None
-    self._used = 1 if self.launch.progress() > self._reached else self._used + 1
+    step = self.launch.progress()
+    self._used = 1 if step > self._died_at else self._used + 1
+    self._died_at = step
     if self._used > self.restarts:
       warn(f"elastic: {why}, after {self.restarts} restarts without a new checkpoint; giving up")
       return code
     pause = 0.0 if self._used == 1 else min(2.0 ** (self._used - 1), LONGEST_WAIT)
     self._resumes_at = self.clock() + pause
     warn(f"elastic: {why}; restart {self._used} of {self.restarts}")
-    self.tell(state=WAITING)
+    self.tell(state=WAITING, asks="")  # a request died with the command: the peers must see that
     return None
 
 

@@ -26,7 +26,7 @@ FOLDER = "elastic"
 PLAN = "plan.json"
 WAITING, RUNNING, ENDED = "waiting", "running", "ended"
 REGROUP, LEAVE = "regroup", "leave"
-_MOST_BYTES = 4096
+_MOST_BYTES = 1 << 16
 
 
 class Member(NamedTuple):
@@ -62,6 +62,7 @@ class Plan(NamedTuple):
   Attributes:
     turn: 1, 2, ... over all starts in this folder.
     members: numbers of the members that train. The first one is process 0 of jax.distributed.
+    tokens: theirs. A member that was started again since then has another one: it takes no part.
     coordinator: host:port of that process.
     data, expert: sizes of these axes of the mesh.
     words: for people: the mesh, and why it is not the one of all processes.
@@ -69,6 +70,7 @@ class Plan(NamedTuple):
 
   turn: int = 0
   members: tuple[int, ...] = ()
+  tokens: tuple[str, ...] = ()
   coordinator: str = ""
   data: int = 1
   expert: int = 1
@@ -77,8 +79,8 @@ class Plan(NamedTuple):
 
 _MEMBER = {"number": int, "token": str, "state": str, "turn": int, "host": str, "devices": int}
 _MEMBER |= {"asks": str, "code": int, "beat": int}
-_PLAN = {"turn": int, "members": [int], "coordinator": str, "data": int, "expert": int}
-_PLAN |= {"words": str}
+_PLAN = {"turn": int, "members": [int], "tokens": [str], "coordinator": str}
+_PLAN |= {"data": int, "expert": int, "words": str}
 
 
 def member_file(folder: Path, number: int) -> Path:
@@ -98,7 +100,9 @@ def read_plan(folder: Path) -> Plan | None:
   if not found:
     return None
   values = {name: found[name] for name in Plan._fields}
-  values["members"] = tuple(found["members"])
+  values |= {name: tuple(found[name]) for name in ("members", "tokens")}
+  if len(values["tokens"]) != len(values["members"]):
+    return None
   return Plan(**values)
 
 

@@ -10,6 +10,7 @@ from scmoe.training.members import (
   ENDED,
   LEAVE,
   PLAN,
+  REGROUP,
   WAITING,
   Member,
   Others,
@@ -183,6 +184,78 @@ def test_progress_gives_the_restarts_back(site):
   assert not site.codes
 
 
+def test_losses_with_progress_between_them_use_up_no_restarts(site):
+  """A turn that ended because a process came back counts as well as one whose command died."""
+  for _ in range(4):
+    site.lose(3)
+    site.passes(SILENT + 5)
+    assert site.training == [0, 1, 2]
+    site.step += 500
+    site.start(3)
+    site.passes(4)
+    site.end(75)
+    site.passes(3)
+    assert sorted(site.training) == [0, 1, 2, 3]
+  assert not site.codes
+
+
+def test_one_that_is_told_to_stop_between_two_turns_leaves(site):
+  """While it pauses before a restart, and after its command has saved for a larger mesh."""
+  site.end(1)
+  site.passes(4)
+  site.end(1)
+  site.passes(1)
+  assert not site.training
+  site.members[3].asked = True
+  site.passes(6)
+  assert site.codes == {3: 75}
+  assert site.training == [0, 1, 2]
+
+  site.start(3)
+  site.passes(4)
+  site.end(75, 1)
+  site.passes(0.5)
+  site.members[1].asked = True
+  site.passes(1)
+  site.end(75)
+  site.passes(4)
+  assert site.codes == {1: 75}
+  assert sorted(site.training) == [0, 2, 3]
+
+
+def test_a_peer_that_is_started_again_at_once_is_noticed(site):
+  """Its file never falls silent, but its command is gone: the others' commands wait for it."""
+  site.start(2)
+  site.passes(8)
+  assert site.turn == 2
+  assert sorted(site.training) == [0, 1, 2, 3]
+  assert not site.codes
+
+
+def test_a_peer_that_ends_before_the_turn_begins_is_noticed(tmp_path):
+  site = Site(tmp_path, 3)
+  slow = site.members.pop(2)
+  slow.tick()
+  site.passes(1)
+  assert site.training == [0, 1]
+  slow.asked = True
+  assert slow.tick() == 75
+  site.passes(8)
+  assert read_plan(tmp_path).members == (0, 1)
+  assert site.training == [0, 1]
+
+
+def test_a_command_that_crashes_when_it_is_asked_to_save_is_noticed(site):
+  site.lose(3)
+  site.passes(SILENT + 5)
+  site.start(3)
+  site.passes(4)
+  assert read_member(site.folder, 0).asks == REGROUP
+  site.end(139, 0)
+  site.passes(8)
+  assert sorted(site.training) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 6, 75])
 def test_what_a_restart_would_not_mend_ends_all(site, code):
   """75 without a request of ours: somebody stopped the commands, or `train.stop_after` did."""
@@ -313,6 +386,6 @@ def test_half_written_files_count_as_unchanged(tmp_path):
   now[0] = SILENT + 1
   assert others.is_silent(1)
   assert others.alive() == []
-  write(tmp_path / PLAN, Plan(3, (0, 2), "host:1", 4, 2, "words" * 100))
-  write(tmp_path / PLAN, plan := Plan(4, (0,), "host:1", 2, 2, "words"))
+  write(tmp_path / PLAN, Plan(3, (0, 2), ("a", "b"), "host:1", 4, 2, "words" * 100))
+  write(tmp_path / PLAN, plan := Plan(4, (0,), ("a",), "host:1", 2, 2, "words"))
   assert read_plan(tmp_path) == plan

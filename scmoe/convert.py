@@ -140,6 +140,10 @@ def main(argv: list[str]) -> None:
     raise ConfigError(f"--fit={values['fit']} is no number of sequences; give e.g. --fit=1000")
   if values["from"] and values["task"]:
     raise ConfigError("--task goes with --to and --inference, which write the model of one task")
+  if values["from"] and values["dtype"]:
+    raise ConfigError(
+      "--dtype goes with --to and --inference; --from keeps the types of the tensors, leave it out"
+    )
   if values["from"]:
     options: dict[str, Any] = {"mesh": values["mesh"], "upcycle": values["upcycle"]}
     if is_run(source := expanded(values["from"], "--from")):

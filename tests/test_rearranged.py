@@ -97,6 +97,13 @@ def test_fewer_experts_are_the_model_with_a_mask():
       np.testing.assert_array_equal(kept[name], value, name)
 
 
+def test_a_share_gives_a_number_of_experts():
+  run = run_of("top1 gpt2")
+  run = dataclasses.replace(run, model=dataclasses.replace(run.model, num_experts=100))
+  assert [smaller(run, keep).model.num_experts for keep in ("0.07", "0.29", ".5", "7")] == [
+    7, 29, 50, 7]  # fmt: skip
+
+
 def test_scores_and_what_they_keep():
   worth_LE = np.array([[3.0, 1, 2, 2], [0, 0, 0, 1]])
   np.testing.assert_array_equal(best(worth_LE, 2), [[0, 2], [0, 3]])
@@ -116,8 +123,14 @@ def root(tmp_path_factory):
   """`a`: a run of eight experts with zero experts and biases; `t.txt`: text."""
   root = tmp_path_factory.mktemp("runs")
   for name, case in (("a", "a controller's bias"), ("groups", "groups"), ("cosine", "cosine gate"),
-                     ("dense", "dense gpt2")):  # fmt: skip
+                     ("dense", "dense gpt2"), ("scaled", "multipliers")):  # fmt: skip
     write_run(run_of(case), root / name)
+  run = run_of("a controller's bias")
+  kept = dataclasses.replace(run.optimizer, ema=0.5)
+  write_run(dataclasses.replace(run, optimizer=kept), root / "averaged")  # weights, no average
+  for file in ("released/config.json", "packed/inference.json", "bare/m-1.safetensors"):
+    (root / file).parent.mkdir()
+    (root / file).write_text("{}")
   words = np.random.default_rng(0).integers(97, 123, 9000, np.uint8)
   words[::7] = ord(" ")
   (root / "t.txt").write_bytes(words.tobytes())
@@ -153,17 +166,19 @@ def test_a_placed_run_and_what_it_says(made):
   np.testing.assert_allclose(logits(built, placed), logits(built, before), rtol=2e-5, atol=2e-5)
 
 
-def test_choices_are_the_models_own(made):
+@pytest.mark.parametrize("name", ["a", "scaled"])
+def test_choices_are_the_models_own(name, root):
   """Loads from the recorded choices against the router sums of the same tokens."""
-  stored = open_run(str(made / "a"), None)
-  choices = choices_of(Source(made / "a", text=str(made / "t.txt")), stored, 1)
-  built, leaves = leaves_in(made / "a")
-  state = nested(leaves, {"params": built.shapes, "router": built.router_shapes})
+  stored = open_run(str(root / name), None)
+  choices = choices_of(Source(root / name, text=str(root / "t.txt")), stored, 1)
+  built, leaves = leaves_in(root / name)
+  like = {"params": built.shapes} | ({"router": built.router_shapes} if built.router_shapes else {})
+  state = nested(leaves, like)
   model = built.model(state["params"])
-  data = dataclasses.replace(stored.run.data, source="text", path=str(made / "t.txt"))
+  data = dataclasses.replace(stored.run.data, source="text", path=str(root / "t.txt"))
   run = dataclasses.replace(stored.run, data=dataclasses.replace(data, validation_fraction=0))
   batch = next(iter(modality_of(run).open_data(run, evaluated=True).validation(max_batches=1)))
-  given = Pass(batch.positions, mask_BS=batch.segment_ids > 0, router=state["router"])
+  given = Pass(batch.positions, mask_BS=batch.segment_ids > 0, router=state.get("router"))
   sums = jax.jit(lambda model: model(batch.inputs, given).sums)(model)
   load_LE = np.asarray(sums.load_E)[:, :8]
   np.testing.assert_array_equal(choices.load_LE(), load_LE)
@@ -225,6 +240,19 @@ def test_the_new_run_depends_on_no_other(made):
   (["--prune=keep=0.3,by=use"], "keep='0.3' of 8 experts is not"),
   (["--prune=by=use"], "keep='' of 8 experts is not"),
   (["--prune=keep=4,by=size"], "by='size' is unknown; one of: router_norm, use, random"),
+  (["--prune=keep=1.0,by=use"], "keep='1.0' of 8 experts is not a number of experts from 1 to 7"),
+  (["--prune=keep=4,batches=2", "--start=a"], "batches='2' has no effect with by=router_norm"),
+  (["--prune=keep=4,by=use,seed=1"], "seed='1' has no effect with by=use; leave it out, or use"),
+  (["--prune=keep=4,by=random", "--text=t.txt"], "--text has no effect with --prune by=random"),
+  (["--dtype=bfloat16"], "--dtype goes with --to and --inference"),
+  (["--prune=keep=4", "--start=a"], "the gates have not changed since --start; use by=use"),
+  (["--place=devices=4", "--workdir=released"], "'released' holds config.json, which belongs to"),
+  (["--prune=keep=4,by=use", "--workdir=packed"], "'packed' holds inference.json, which bel"),
+  (["--upcycle=wiring=topk", "--workdir=bare"], "'bare' holds m-1.safetensors, which belongs to"),
+  (["--from=averaged", "--prune=keep=4,by=random", "--ema"], "--ema: step 3 of averaged holds no "
+    "average.embedding.*; leave --ema out"),
+  (["--from=averaged", "--upcycle=wiring=scmoe_pos2", "--ema"], "--ema: step 3 of averaged holds "
+    "no average.*; leave --ema out"),
   (["--prune=keep=4"], "by=router_norm needs --start"),
   (["--prune=keep=4", "--start=groups"], "has parameters of other shapes than --from"),
   (["--prune=keep=4,by=use", "--start=a"], "--start has no effect with --prune by=use"),

@@ -34,6 +34,7 @@ from scmoe.pretrained.conventions import (
 from scmoe.pretrained.families import FAMILIES
 from scmoe.pretrained.folder import CONFIG
 from scmoe.pretrained.header import LIMITS, read_object, read_text
+from scmoe.pretrained.inference_files import MANIFEST
 from scmoe.pretrained.released import Released, open_released
 from scmoe.pretrained.stream import flat, leaves_of, nested
 from scmoe.pretrained.upcycle import Upcycling, fill, plan
@@ -186,13 +187,20 @@ def source_of(workdir: Path) -> dict[str, Any]:
 
 
 def check_new(workdir: Path) -> None:
-  """Checks that a folder has no run yet.
+  """Checks that a new run in a folder would overwrite nothing.
 
   Raises:
-    ConfigError: it has one.
+    ConfigError: the folder has a run, a released model, an inference checkpoint or a config.json.
   """
   if list_steps(workdir / FOLDER):
     raise ConfigError(f"--workdir={str(workdir)!r} has a run already; give a new folder")
+  named = (workdir / name for name in (MANIFEST, CONFIG))
+  there = [path for path in named if path.exists()] or sorted(workdir.glob("*.safetensors"))
+  if there:
+    raise ConfigError(
+      f"--workdir={str(workdir)!r} holds {there[0].name}, which belongs to another model or run; "
+      "give a new folder"
+    )
 
 
 @contextlib.contextmanager

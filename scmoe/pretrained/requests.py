@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -70,13 +71,20 @@ def pruning(text: str) -> Pruning:
   """Parses `keep=4` or `keep=0.5,by=random,seed=1`.
 
   Raises:
-    ConfigError: the text has another form.
+    ConfigError: the text has another form, or names a key that its score does not read.
   """
   keys = ("keep", "by", "batches", "seed")
   given = _parsed("prune", text, keys, "keep=4 or keep=0.5,by=use")
+  score = _word("prune", given, SCORES, "router_norm")
+  for key, reader in (("batches", "use"), ("seed", "random")):
+    if key in given and score != reader:
+      raise ConfigError(
+        f"--prune: {key}={given[key]!r} has no effect with by={score}; leave it out, or use "
+        f"by={reader}"
+      )
   return Pruning(
     given.get("keep", ""),
-    _word("prune", given, SCORES, "router_norm"),
+    score,
     _number("prune", given, "batches", _BATCHES),
     _number("prune", given, "seed", 0),
   )
@@ -180,17 +188,20 @@ def _number(flag: str, given: Mapping[str, str], key: str, default: int | None =
 def _kept(text: str, num_experts: int) -> int:
   """Number of experts to keep, from `keep=4` or `keep=0.5`.
 
+  A text with a point is a share below 1. A share gives a number of experts if its product with
+  `num_experts` is within 1e-9 of a whole number: in float64, 0.29 * 100 is 28.999999999999996.
+
   Raises:
     ConfigError: it is neither a number of experts nor a share that gives one.
   """
-  try:
-    value = float(text)
-  except ValueError:
-    value = 0.0
-  count = value * num_experts if "." in text and value < 1 else value
-  if not 1 <= count < num_experts or count != int(count):
+  count = int(text) if text.isdecimal() and len(text) < 10 else 0
+  if re.fullmatch(r"0?\.[0-9]{1,30}", text):
+    share = float(text) * num_experts
+    count = round(share) if abs(share - round(share)) < 1e-9 else 0
+  if not 1 <= count < num_experts:
     raise ConfigError(
       f"--prune: keep={text!r} of {num_experts} experts is not a number of experts from 1 to "
-      f"{num_experts - 1}; e.g. keep={max(num_experts // 2, 1)} or keep=0.5"
+      f"{num_experts - 1}, nor a share below 1 that gives one; e.g. "
+      f"keep={max(num_experts // 2, 1)} or keep=0.5"
     )
-  return int(count)
+  return count

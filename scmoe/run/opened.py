@@ -193,7 +193,7 @@ def weights_of(
     gate: as for `open_model`.
 
   Raises:
-    ConfigError: the run keeps no average.
+    ConfigError: the run or the step keeps no average, or the step lacks a parameter.
   """
   if ema:
     check_average(run, str(workdir))
@@ -207,7 +207,17 @@ def weights_of(
   name_of = lambda name: stored_name(_PARAMS.sub(part, name), gate)
   renamed = {name_of(name): leaf for name, leaf in wanted.items()}
   found = restore_stored(workdir, renamed, step)
-  return {name: found[other] for name, other in zip(wanted, renamed) if other in found}
+  names = dict(zip(wanted, renamed))
+  # Router state may be missing: a released model has none.
+  lost = next((name for name in wanted if _PARAMS.match(name) and names[name] not in found), None)
+  if lost and ema:
+    raise ConfigError(
+      f"--ema: step {step} of {workdir} holds no {names[lost]}; leave --ema out, or take a later "
+      "--step"
+    )
+  if lost:
+    raise ConfigError(f"{workdir} has no {names[lost]}; its checkpoint has another configuration")
+  return {name: found[other] for name, other in names.items() if other in found}
 
 
 def open_folder(

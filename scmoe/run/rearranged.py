@@ -125,7 +125,7 @@ def prune_run(source: Source, workdir: Path, request: str, start: str) -> str:
 
   Raises:
     ConfigError: the request has another form, or the smaller model is not a possible one; `start`
-      is missing or another model.
+      is missing, another model, or has the same gates; `source.text` is not read.
     CheckpointError: there is no such run or step.
     DataError: the text cannot be read.
     StorageError: the new run cannot be written.
@@ -134,6 +134,8 @@ def prune_run(source: Source, workdir: Path, request: str, start: str) -> str:
   score = asked.score
   if start and score != "router_norm":
     raise ConfigError(f"--start has no effect with --prune by={score}; leave it out")
+  if source.text and score != "use":
+    raise ConfigError(f"--text has no effect with --prune by={score}; leave it out, or use by=use")
   check_new(workdir)
 
   def opened_step() -> tuple[Stored, RunConfig, np.ndarray, build.Built, dict[str, Any]]:
@@ -144,6 +146,11 @@ def prune_run(source: Source, workdir: Path, request: str, start: str) -> str:
       begun = _leaves_of_start(start or stored.run.train.init_from, stored.run, built)
       count = stored.run.model.num_experts
       worth_LE = gate_norms(leaves, count) - gate_norms(begun, count)
+      if not worth_LE.any():
+        raise ConfigError(
+          "--prune: by=router_norm has nothing to compare: the gates have not changed since "
+          "--start; use by=use"
+        )
     elif score == "use":
       worth_LE = choices_of(source, stored, asked.batches).load_LE().astype(np.float64)
     else:

@@ -240,7 +240,7 @@ def beginning(built: build.Built, workdir: Path) -> Callable[[TrainState], Train
 
   Raises:
     CheckpointError: that folder has no checkpoint.
-    ConfigError: its model has other shapes.
+    ConfigError: its model has other shapes, or its tasks other names or another order.
   """
   if isinstance(built, BuiltAdapters):
     return router_of_base(built, workdir)
@@ -248,6 +248,12 @@ def beginning(built: build.Built, workdir: Path) -> Callable[[TrainState], Train
   if not folder:
     return None
   stored = open_named("train.init_from", folder)
+  names = built.run.multitask.task_names
+  if (other := stored.run.multitask.task_names) != names:
+    raise ConfigError(
+      f"train.init_from={folder!r} has gates for {_tasks(other)}, this run for {_tasks(names)}; "
+      "begin from a run with the same multitask.names in the same order"
+    )
   if build.build_model(stored.run, None)[1] != build.build_model(built.run, None)[1]:
     raise ConfigError(
       f"train.init_from={folder!r} has parameters of other shapes; give the model section of "
@@ -265,6 +271,10 @@ def beginning(built: build.Built, workdir: Path) -> Callable[[TrainState], Train
     return state.begun_from(params, built.optimizer)
 
   return start
+
+
+def _tasks(names: Sequence[str]) -> str:
+  return f"the tasks {','.join(names)}" if names else "no tasks"
 
 
 def card(unresolved: RunConfig, built: build.Built, data: Any) -> dict[str, Any]:

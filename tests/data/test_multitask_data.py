@@ -161,6 +161,7 @@ def test_summary_and_passes():
     ({"loads": "1"}, "multitask.loads='1' is not one number for each of the 2 tasks"),
     ({"loads": "1,x"}, "multitask.loads='1,x' is not one number"),
     ({"loads": "1,0"}, "0 must be above 0"),
+    ({"loads": "1e308,1e308"}, r"1e\+308 must be above 0, and at most 1e\+12"),
     ({"lengths": "16,5"}, "5 does not divide data.seq_len=16"),
   ],
 )
@@ -174,6 +175,14 @@ def test_short_sequences_need_documents():
     TASKS.tasks(dataclasses.replace(MIXTURE, document_mask=False))
   with pytest.raises(ConfigError, match="has 0 parts; give each task a part"):
     TASKS.tasks(DataConfig())
+
+
+def test_a_chat_task_has_whole_rows():
+  """A part of one row is shorter than data.seq_len, for which conversations are admitted."""
+  mixed = dataclasses.replace(MIXTURE, mixture="stdlib:1,chat:talk.jsonl:1", packing="pack")
+  assert MultitaskConfig(names="code,talk", lengths="4,16").tasks(mixed)[1].length == 16
+  with pytest.raises(ConfigError, match=r"would cut the conversations of task 'talk', .* after 8"):
+    MultitaskConfig(names="code,talk", lengths="16,8").tasks(mixed)
 
 
 def test_positions_of_other_runs_are_refused():

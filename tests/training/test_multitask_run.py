@@ -1,6 +1,7 @@
 """A run of two tasks through the commands: trained, stopped, planned anew, evaluated, generated."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from scmoe.run.config import RunConfig
 from scmoe.run.multitask import loaded_as, of_task, stored_as, stored_name
 from scmoe.run.opened import open_run
 from scmoe.run.session import Session
-from scmoe.train import train
+from scmoe.train import beginning, train
 from scmoe.training.metrics import read_metrics
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 
@@ -105,6 +106,30 @@ def test_other_text_is_read_with_the_gates_of_a_task(workdir, tmp_path):
   assert losses[0] != losses[1]
   with pytest.raises(ConfigError, match="name one of: chains, recall"):
     evaluate.evaluate_run(str(workdir), changed=other)
+
+
+def test_gates_go_to_tasks_of_the_same_names_alone(workdir, tmp_path):
+  """Checkpoints number the gates, so that tasks in another order would get each other's."""
+  begun = changed("train", stop_after=0, init_from=str(workdir))
+  begun = changed("data", begun, mixture="procedural:recall:1,procedural:markov:3")
+  begun = changed("multitask", begun, names="recall,chains", lengths="8,16")
+  with pytest.raises(ConfigError, match="for the tasks chains,recall, this run for the tasks rec"):
+    train(begun, tmp_path / "swapped")
+
+
+@pytest.mark.parametrize(
+  ("names", "words"),
+  [("chains,recall", "has gates for no tasks, this run for the tasks chains,recall"),
+   ("", "has gates for the tasks chains,recall, this run for no tasks")],
+)  # fmt: skip
+def test_gates_that_take_turns_are_not_those_of_tasks(names, words, monkeypatch, tmp_path):
+  """Two gates of `router.compat.gates` have the shapes of two tasks' gates."""
+  turns = changed("multitask", names="", lengths="")
+  here, there = (RUN, turns) if names else (turns, RUN)
+  monkeypatch.setattr("scmoe.train.open_named", lambda *_: SimpleNamespace(run=there))
+  built = SimpleNamespace(run=changed("train", here, init_from="base"))
+  with pytest.raises(ConfigError, match=words):
+    beginning(built, tmp_path)
 
 
 @pytest.mark.nightly

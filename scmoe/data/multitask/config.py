@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,6 +13,7 @@ from scmoe.data.config import DataConfig
 from scmoe.data.multitask.plan import PLANS
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+_MOST_LOAD = 1e12  # loads are added and multiplied by the rows of a step in float64
 _Number = TypeVar("_Number", int, float)
 
 
@@ -90,13 +90,21 @@ class MultitaskConfig(Options, path="multitask"):
     loads = self._numbers("loads", float, weights)
     lengths = self._numbers("lengths", int, [data.seq_len] * len(names))
     for load in loads:
-      if not 0 < load < math.inf:
-        raise ConfigError(f"multitask.loads={self.loads!r}: {load:g} must be above 0 and finite")
+      if not 0 < load <= _MOST_LOAD:
+        raise ConfigError(
+          f"multitask.loads={self.loads!r}: {load:g} must be above 0, and at most {_MOST_LOAD:g}"
+        )
     for length in lengths:
       if length < 2 or data.seq_len % length:
         raise ConfigError(
           f"multitask.lengths={self.lengths!r}: {length} does not divide data.seq_len="
           f"{data.seq_len} into sequences of two tokens or more; use e.g. {data.seq_len}"
+        )
+    for name, part, length in zip(names, parts, lengths):
+      if part.kind == "chat" and length < data.seq_len:
+        raise ConfigError(
+          f"multitask.lengths={self.lengths!r} would cut the conversations of task {name!r}, a "
+          f"part of kind chat, after {length} tokens; give this task data.seq_len={data.seq_len}"
         )
     if min(lengths) < data.seq_len and not data.document_mask:
       raise ConfigError(

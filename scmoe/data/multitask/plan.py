@@ -11,7 +11,10 @@ wait for it, here by computing padding. The elastic plan gives devices by load (
 2205.10034, section 4): a heavy task gets several devices, light tasks share one.
 
 A plan depends on loads and sizes only. It changes where rows are computed, not which step they
-belong to, so loss and gradients of given rows do not depend on it.
+belong to. So loss and gradients of given rows do not depend on it in a step of one microbatch, nor
+with `router.balance_over=step` and no gate noise. In a step of several microbatches each device
+deals its own rows to them, so a balancing loss of each microbatch
+(`router.balance_over=microbatch`) depends on the plan and on the number of devices.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def check_put(exchange: Exchange) -> None:
   """
   why = ""
   if jax.devices()[0].platform != "cpu":
-    why = "is refused on GPUs, since puts in a loop did not end (experiments/LOG.md, 2026-11-27)"
+    why = "is for CPUs alone: on GPUs puts in a loop did not end (experiments/LOG.md, 2026-11-27)"
   if exchange.nodes > 1:
     why = f"works within one host, got dispatch.nodes={exchange.nodes}"
   if why:

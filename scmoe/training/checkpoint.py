@@ -208,8 +208,10 @@ class Checkpointer:
     Raises:
       StorageError: as `wait`.
     """
-    self.wait()
-    self._writer.close()
+    try:
+      self.wait()
+    finally:
+      self._writer.close()
 
   def steps(self) -> list[int]:
     """Numbers of the steps that look complete, oldest first; nothing in them is read."""

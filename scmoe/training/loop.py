@@ -205,7 +205,7 @@ class Run:
     self.introduced = False
     # Whether the training step was compiled.
     self.prepared = False
-    self.evaluated_step = -1
+    self.evaluated_step = self.sampled_step = -1
     self.tracing = False
     # Whether `skipped_in_row` was above 0 in the last results that the host has read.
     self.skipping = False
@@ -316,8 +316,7 @@ class Run:
   def finish(self) -> TrainState:
     """Saves; raises `Preempted` if the run was stopped, or else evaluates, samples and sums up.
 
-    An evaluation that the last step has already is not repeated. There is no sample if
-    `train.sample_every` is not 0 and divides the last step's number.
+    An evaluation or a sample that the last step has already is not repeated.
 
     Returns:
       the final state, as a checkpoint holds it.
@@ -337,18 +336,26 @@ class Run:
       self.evaluate()
     if self.stop.poll() and not self._evaluated():
       raise Preempted(f"stopped at step {self.step} before its evaluation; run the command again")
-    if not train.sample_every or self.step % train.sample_every:
+    if self.sampled_step != self.step:
       self.sample()
     self.journal.sum_up(self.step)
     return self.state.for_checkpoint()
 
   def close(self) -> None:
-    """Closes the outputs and waits for a checkpoint that is being written, however the run ends."""
+    """Ends trace and outputs, and waits for a checkpoint under way, however the run ends.
+
+    What fails here is a warning: the run's own error, if there is one, matters more.
+    """
     self.watchdog.disarm()
+    try:
+      self._stop_trace()
+    except Exception as error:  # the profiler, or the disk on which it writes
+      warn(f"no trace in {self.workdir / 'profile'}: {type(error).__name__}: {error}")
     self.journal.close()
-    # The run ends anyway, and its own error matters more than that of its last save.
-    with contextlib.suppress(StorageError):
+    try:
       self.checkpointer.close()
+    except StorageError as error:
+      warn(str(error))
 
   def _compare(self, meta: dict[str, Any]) -> None:
     """Refuses a checkpoint of another configuration or other data; prints permitted changes.
@@ -528,6 +535,7 @@ class Run:
     self.flush()
     self.arm("sample", allowance=True)
     try:
+      self.sampled_step = self.step
       text = self.trainer.sample(self.state.readable())
       self.journal.say(f"sample at step {self.step}:\n{text}")
     except Exception as error:  # whatever fails in the model or the tokenizer, training goes on
@@ -572,8 +580,8 @@ class Run:
   def profile(self) -> None:
     """Starts jax's profiler before step `train.profile_step`; stops it `profile_steps` steps later.
 
-    It is stopped as the step after the traced ones begins: a run that ends earlier never stops it.
-    The trace is taken in this process, so no port is opened for a profiler's client.
+    A run that ends earlier stops it in `close`. The trace is taken in this process, so no port is
+    opened for a profiler's client.
     """
     train = self.train
     if train.profile_step and self.step + 1 == train.profile_step:
@@ -582,8 +590,13 @@ class Run:
       self.tracing = True
     elif self.tracing and self.step + 1 >= train.profile_step + train.profile_steps:
       self.flush()
-      jax.profiler.stop_trace()
+      self._stop_trace()
+
+  def _stop_trace(self) -> None:
+    """Writes the trace that was started, if one is being taken."""
+    if self.tracing:
       self.tracing = False
+      jax.profiler.stop_trace()
 
   def _meta(self) -> dict[str, Any]:
     """Configuration, data fingerprint, mesh, processes, tokens and versions, for a checkpoint."""

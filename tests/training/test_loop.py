@@ -267,6 +267,21 @@ def test_a_signal_in_evaluation_discards_it_and_resume_does_it_again(mesh8, tmp_
   assert read_metrics(tmp_path, "eval") == read_metrics(whole[0], "eval")
 
 
+@pytest.mark.parametrize(("every", "steps"), [(0, [3]), (2, [2, 3]), (3, [3])])
+def test_the_last_step_has_one_sample(mesh8, tmp_path, capsys, every, steps):
+  trainer(mesh8, tmp_path, steps=3, sample_every=every, sample=lambda state: "text").run()
+  told = [x for x in capsys.readouterr().out.splitlines() if x.startswith("sample at step")]
+  assert told == [f"sample at step {step}:" for step in steps]
+
+
+def test_a_run_that_ends_within_its_trace_writes_it(mesh8, tmp_path, monkeypatch):
+  calls = []
+  monkeypatch.setattr(jax.profiler, "start_trace", calls.append)
+  monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+  trainer(mesh8, tmp_path, steps=3, profile_step=2, profile_steps=5).run()
+  assert calls == [str(tmp_path / "profile"), "stop"]
+
+
 def test_checkpoint_comes_before_an_evaluation_that_fails(mesh8, tmp_path):
   def fails(state, stopping):
     raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")

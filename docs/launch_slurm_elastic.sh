@@ -24,19 +24,24 @@ export SCMOE_NUM_PROCESSES=${#nodes[@]}
 
 # One node's process, again and again; its last exit code.
 keep() {
-  local number=$1 node=$2 step code
+  local number=$1 node=$2 step="" told="" code
   shift 2
-  trap '[ -n "${step:-}" ] && kill -TERM "$step"; told=1' TERM
-  while true; do
+  trap 'told=1; [ -n "$step" ] && kill -TERM "$step" 2>/dev/null' TERM
+  while [ -z "$told" ]; do
     SCMOE_PROCESS_ID=$number srun --nodes=1 --ntasks=1 --nodelist="$node" --exact --export=ALL \
       .venv/bin/python -m scmoe.train "$@" --restarts=5 --elastic &
     step=$!
+    [ -n "$told" ] && kill -TERM "$step"  # told between the check and the start
     wait "$step"; code=$?
     [ "$code" -gt 128 ] && { wait "$step"; code=$?; }
+    step=""
     case $code in 0|2|3|4|5|6|75) return "$code";; esac
-    [ -n "${told:-}" ] && return "$code"
-    sleep 30
+    [ -n "$told" ] && return "$code"
+    sleep 30 & step=$!  # in the background: bash runs a trap only once a command in front has ended
+    [ -n "$told" ] || wait "$step"
+    step=""
   done
+  return 75
 }
 
 children=()

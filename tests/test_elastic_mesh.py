@@ -239,3 +239,31 @@ def test_the_slurm_script_starts_a_node_again_and_requeues(tmp_path):
   start = "{} of 2 at node7:8476: --workdir runs/a --restarts=5 --elastic"
   assert sorted(lines[:3]) == [start.format(0), start.format(1), start.format(1)]
   assert lines[3:] == ["scontrol requeue 12"]
+
+
+def test_the_slurm_script_hears_a_signal_between_two_starts(tmp_path):
+  """SLURM's signal comes while a node's process is not running: it is not started again."""
+  for name, text in {
+    "srun": "#!/bin/sh\necho ran >> $SAID\nexit 1\n",
+    "scontrol": FAKE_SCONTROL,
+  }.items():
+    (tmp_path / name).write_text(text)
+    (tmp_path / name).chmod(0o755)
+  said = tmp_path / "said"
+  environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": str(said)}
+  environment |= {"SLURM_JOB_NODELIST": "node[7,9]", "SLURM_JOB_ID": "12"}
+  script = str(DOCS / "launch_slurm_elastic.sh")
+  job = subprocess.Popen(["bash", script, "--workdir", "runs/a"], env=environment)
+  try:
+    end = time.monotonic() + 60
+    while not said.exists() or said.read_text().count("ran") < 2:
+      assert time.monotonic() < end
+      time.sleep(0.02)
+    time.sleep(0.5)  # both pause for 30 s now
+    job.terminate()
+    began = time.monotonic()
+    job.wait(60)
+    assert time.monotonic() - began < 15, "the signal ends the pause"
+  finally:
+    job.kill()
+  assert said.read_text().splitlines().count("ran") == 2

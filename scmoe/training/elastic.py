@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -182,7 +183,7 @@ class Supervisor:
   # -- between two turns ------------------------------------------------------------------------
 
   def _wait(self) -> int | None:
-    """Begins the turn that is planned, if this member is in it; the first one alive plans it.
+    """Begins the turn that is planned, if this member is in it; the first usable one plans it.
 
     Returns:
       the member's exit code if it was told to stop or the run has ended; else None.
@@ -193,7 +194,7 @@ class Supervisor:
     if (code := self._ended_for_good()) is not None:
       return code
     alive = sorted([self.me, *self.others.alive()])
-    if alive[0].number == self.number and self._may_plan(alive):
+    if usable_of(alive)[0].number == self.number and self._may_plan(alive):
       self._write_plan(alive)
     if self.latest != self._left and self.me.token in self.latest.tokens:
       self._begin()
@@ -223,9 +224,9 @@ class Supervisor:
     return self.others.seconds > (self.silent if trained else FIRST_SECONDS)
 
   def _write_plan(self, alive: Sequence[Member]) -> None:
-    usable = [member for member in alive if member.devices == alive[0].devices]
+    usable = usable_of(alive)
     try:
-      choice = self.launch.choose(len(usable), alive[0].devices)
+      choice = self.launch.choose(len(usable), self.me.devices)
     except ConfigError as error:
       self.tell(state=ENDED, code=error.code)
       raise
@@ -242,7 +243,7 @@ class Supervisor:
     absent = [str(n) for n in range(self.count) if n not in chosen]
     without = f" without {', '.join(absent)}" if absent else ""
     odd = [f"{m.number} has {m.devices}" for m in alive if m not in usable]
-    why = f"; every process needs {alive[0].devices} devices: {', '.join(odd)}" if odd else ""
+    why = f"; every process needs {self.me.devices} devices: {', '.join(odd)}" if odd else ""
     names = ", ".join(map(str, chosen))
     warn(f"elastic: turn {turn} begins with process {names}{without}: {choice.words}{why}")
 
@@ -344,6 +345,16 @@ class Supervisor:
     warn(f"elastic: {why}; restart {self._used} of {self.restarts}")
     self.tell(state=WAITING, asks="")  # a request died with the command: the peers must see that
     return None
+
+
+def usable_of(members: Sequence[Member]) -> list[Member]:
+  """The members that can train together: those with the commonest number of devices, in order.
+
+  Of two numbers that are equally common, the larger one counts.
+  """
+  common = Counter(member.devices for member in members)
+  devices = max(common, key=lambda number: (common[number], number))
+  return [member for member in members if member.devices == devices]
 
 
 def supervise(member: Supervisor) -> int:

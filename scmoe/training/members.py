@@ -26,6 +26,7 @@ FOLDER = "elastic"
 PLAN = "plan.json"
 WAITING, RUNNING, ENDED = "waiting", "running", "ended"
 REGROUP, LEAVE = "regroup", "leave"
+LATE_SECONDS = 2.0  # a look that comes later after the one before was held up
 _MOST_BYTES = 1 << 16
 
 
@@ -127,6 +128,10 @@ class Others:
   A file that was there before this object counts only once it changes: an earlier start in the
   same folder may have left it.
 
+  A shared file system that stalls holds up the members' writes and this object's looks alike. So
+  time between two looks counts as silence only up to `LATE_SECONDS`: the others need a chance to
+  write once the file system answers again.
+
   Args:
     folder: of the members' files.
     own: number of the member that looks.
@@ -140,7 +145,7 @@ class Others:
     self._numbers = [number for number in range(count) if number != own]
     self._left = {number: read_member(folder, number) for number in self._numbers}
     self._seen: dict[int, tuple[Member, float]] = {}
-    self._since = clock()
+    self._since = self._looked = clock()
 
   @property
   def seconds(self) -> float:
@@ -149,12 +154,17 @@ class Others:
 
   def look(self) -> None:
     """Reads all files once."""
+    before = self._looked
     for number in self._numbers:
       member = read_member(self._folder, number)
       if member is None or member == self._left[number]:
         continue
       if number not in self._seen or self._seen[number][0] != member:
         self._seen[number] = member, self._clock()
+    self._looked = self._clock()
+    if (late := self._looked - before - LATE_SECONDS) > 0:
+      self._since += late
+      self._seen = {n: (m, min(at + late, self._looked)) for n, (m, at) in self._seen.items()}
 
   def last(self, number: int) -> Member | None:
     """A member's newest file, dead or alive; None if it wrote nothing since this object watches."""

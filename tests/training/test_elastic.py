@@ -357,11 +357,10 @@ def test_a_mesh_that_fits_nobody_ends_all(tmp_path):
   site = Site(tmp_path, 2, mesh=none_fits)
   for _ in range(2):
     with pytest.raises(ConfigError, match="no mesh"):
-      site.passes(2)
+      site.passes(FIRST_SECONDS + 5)
     first = min(site.members)
     assert (read_member(tmp_path, first).state, read_member(tmp_path, first).code) == (ENDED, 2)
     site.lose(first)
-    site.now += FIRST_SECONDS
 
 
 def test_another_number_of_devices_is_said(tmp_path, capsys):
@@ -372,6 +371,44 @@ def test_another_number_of_devices_is_said(tmp_path, capsys):
   assert "every process needs 2 devices: 2 has 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("odd", [1, 3])
+def test_the_commonest_number_of_devices_decides(tmp_path, capsys, odd):
+  """Process 0 sees another number than all others: it waits, and process 1 plans."""
+  site = Site(tmp_path, 3)
+  site.start(0, devices=odd)
+  site.passes(4)
+  assert site.training == [1, 2]
+  assert f"every process needs 2 devices: 0 has {odd}" in capsys.readouterr().err
+  assert not site.members[1].child.signals
+
+
+def test_of_two_numbers_of_devices_the_larger_one_decides(tmp_path):
+  site = Site(tmp_path, 2)
+  site.start(0, devices=1)
+  site.passes(4)
+  assert site.training == [1]
+
+
+def test_a_file_system_that_stalls_costs_no_member(site):
+  """Nobody writes and nobody looks for a minute; then one member's look comes before all writes."""
+  for _ in range(3):
+    site.now += 60
+    site.passes(2)
+  assert site.turn == 1
+  assert site.training == [0, 1, 2, 3]
+  site.lose(3)
+  site.passes(SILENT + 5)
+  assert site.training == [0, 1, 2], "a member that is really gone is given up all the same"
+
+
+def test_of_two_plans_of_one_turn_the_later_one_counts(site):
+  plan = read_plan(site.folder)
+  write(site.folder / PLAN, plan._replace(coordinator="127.0.0.1:1"))
+  site.passes(8)
+  assert site.turn == 2
+  assert site.training == [0, 1, 2, 3]
+
+
 def test_half_written_files_count_as_unchanged(tmp_path):
   now = [0.0]
   others = Others(tmp_path, 0, 2, SILENT, lambda: now[0])
@@ -380,8 +417,8 @@ def test_half_written_files_count_as_unchanged(tmp_path):
   others.look()
   assert others.alive() == [member]
   member_file(tmp_path, 1).write_text('{"number": 1, "to')
-  now[0] = SILENT
-  others.look()
+  for now[0] in range(int(SILENT) + 1):
+    others.look()
   assert others.alive() == [member]
   now[0] = SILENT + 1
   assert others.is_silent(1)

@@ -21,7 +21,7 @@ from scmoe.run.estimates import DEVICES, USABLE
 from scmoe.run.fields import with_field
 from scmoe.run.links import Group, Links
 from scmoe.run.nearest import changed_fields, on_as_many_devices
-from scmoe.run.prediction import BACKWARD, predictable, predicted
+from scmoe.run.prediction import BACKWARD, not_counted, predictable, predicted
 from scmoe.train import FLAGS
 
 ROOT = Path(__file__).parents[1]
@@ -170,6 +170,42 @@ def test_two_gatings_are_not_predicted():
   assert line.startswith("no predicted step: model.wiring=dgmoe")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rates_are_those_of_16_bit_types(dtype):
+  run = tiny()
+  of = lambda name: dataclasses.replace(run, model=dataclasses.replace(run.model, dtype=name))
+  assert predictable(of(dtype)).startswith(f"model.dtype={dtype} has no measured rates")
+  assert predictable(of("bfloat16")) == predictable(of("float16")) == ""
+
+
+@pytest.mark.parametrize(
+  ("fields", "words"),
+  [
+    ({"router.balance_over": "step"}, "router.balance_over=step"),
+    ({"train.teacher": "runs/a"}, "train.teacher=runs/a"),
+    ({"lora.rank": "2"}, "lora.rank=2"),
+    ({"optimizer.name": "muon", "optimizer.ema": "0.9"}, "optimizer.name=muon, optimizer.ema=0.9"),
+    ({"overlap.flight": "2"}, "overlap.flight=2"),
+    ({"multitask.names": "a,b", "multitask.plan": "equal"}, "multitask.plan=equal"),
+  ],
+)
+def test_what_is_not_counted_is_named(fields, words, spread):
+  """The fields are set behind the checks of a run, since only their names are read."""
+  run = with_field(spread.run, "model.dtype", "bfloat16")
+  run = with_field(run, "train.tokens_per_step", str(2 * run.train.batch_size * run.data.seq_len))
+  counted = prediction_table(dataclasses.replace(spread, run=run), 1.0, HOSTS_OF_8)
+  assert "not counted" not in "\n".join(counted)
+  for name, value in fields.items():
+    run = with_field(run, name, value)
+  lines = prediction_table(dataclasses.replace(spread, run=run), 1.0, HOSTS_OF_8)
+  assert lines[-1] == f"  not counted: {words}"
+
+
+def test_one_microbatch_looks_at_no_other(spread):
+  run = with_field(with_field(spread.run, "router.balance_over", "step"), "overlap.flight", "2")
+  assert not_counted(run) == []
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -187,7 +223,7 @@ def test_a_cluster_that_cannot_be_is_refused(values, words):
 
 
 def test_the_network_is_an_option():
-  work = step_work(tiny(mesh__data=1, mesh__expert=4))
+  work = step_work(tiny(mesh__data=1, mesh__expert=4, model__dtype="bfloat16"))
   hosts = Cluster.of_flags(2, "1MB")
   assert hosts.links(H100).between == 1e6
   assert HOSTS_OF_8.links(H100).between == pytest.approx(0.43 * 50e9)
@@ -218,6 +254,15 @@ def test_a_mesh_that_does_not_hold_the_state_names_the_nearest_that_does():
     "mesh.data=2 mesh.expert=4 mesh.shard_state=moments"
   )
   assert spread[1] == moments
+
+
+def test_a_mesh_that_training_refuses_is_no_nearest_mesh():
+  """Four hosts exchange over expert=4; on data=2 x expert=2 there are too few ranks for them."""
+  run = tiny(mesh__data=1, mesh__expert=4, dispatch__nodes=4)
+  assert on_as_many_devices(run, state_memory(run), [1e12]) == [None]
+  alone = with_field(run, "dispatch.nodes", "2")
+  (found,) = on_as_many_devices(alone, state_memory(alone), [1e12])
+  assert (found[0].data, found[0].expert) == (2, 2)
 
 
 # --- the page -------------------------------------------------------------------------------------

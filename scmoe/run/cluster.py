@@ -24,7 +24,7 @@ from scmoe.run.estimates import (
   Device,
 )
 from scmoe.run.links import Links
-from scmoe.run.prediction import Prediction, StepWork, predictable, predicted
+from scmoe.run.prediction import Prediction, StepWork, not_counted, predictable, predicted
 
 CLUSTER_FLAGS = (
   Flag("host_devices", int, HOST_DEVICES, "with --dry_run: GPUs of a host, which NVLink joins"),
@@ -111,4 +111,6 @@ def prediction_table(work: StepWork, tokens: float, cluster: Cluster) -> list[st
     times = [duration(one.parts[part]) if one.parts[part] else "–" for part in names]
     bound = "exchanges" if one.bound == "exposed" else one.bound
     lines.append(row(name, *times, duration(one.step), number(tokens / one.step), bound))
+  if missing := not_counted(work.run):
+    lines.append(f"  not counted: {', '.join(missing)}")
   return lines

@@ -23,7 +23,8 @@ def pair_sizes(run: RunConfig) -> Sizes:
   """The sizes of a resolved run's block pair, as one device of the mesh computes it.
 
   The tensor axis divides heads and hidden widths. The latents of latent attention it does not
-  divide; they count as if it did.
+  divide; they count as if it did. Bytes are those of a 16-bit type, as the rates of
+  `scmoe.profiling.roofline` are, whatever `model.dtype` is.
   """
   model, wiring, mesh = run.model, run.model.wiring_rule, run.mesh
   k, tensor = wiring.routed_per_gating(model.top_k), run.mesh.tensor

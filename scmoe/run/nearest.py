@@ -28,13 +28,15 @@ def on_as_many_devices(
     limits: bytes of a device; the result has an entry for each, None if no such mesh fits.
   """
   found: list[tuple[MeshConfig, int] | None] = [None] * len(limits)
+  vocabulary = run.model.vocab_size
   for mesh in _arranged(run.mesh):
     if None not in found:
       break
     try:
-      state = state_memory(dataclasses.replace(run, mesh=mesh))
+      candidate = dataclasses.replace(run, mesh=mesh)
+      state = state_memory(candidate.resolve(num_devices=mesh.size, vocab_size=vocabulary))
     except ConfigError:
-      continue  # the experts cannot be divided so
+      continue  # training would refuse this mesh, e.g. the experts cannot be divided so
     needed = state.total + memory.activations + memory.exchange
     for i, limit in enumerate(limits):
       if found[i] is None and needed <= limit:

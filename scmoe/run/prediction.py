@@ -116,7 +116,33 @@ def predictable(run: RunConfig) -> str:
     return "models of images have no modelled schedule"
   if len(rule.taps) > 1 or rule.units_per_moe > 1:
     return f"model.wiring={run.model.wiring} has two gatings, the model of a schedule knows one"
+  if run.model.dtype not in ("bfloat16", "float16"):
+    return (
+      f"model.dtype={run.model.dtype} has no measured rates, those of 16-bit types are known; set "
+      "model.dtype=bfloat16"
+    )
   return ""
+
+
+def not_counted(run: RunConfig) -> list[str]:
+  """The options of a run that change its step and are no part of the prediction, as `field=value`.
+
+  Args:
+    run: resolved.
+  """
+  optimizer, microbatches = run.optimizer, run.train.microbatches(run.data.seq_len)
+  balanced = bool(run.model.wiring_rule.taps and run.router.balance_loss)
+  looks_ahead = run.router.balance_over == "step" and balanced and microbatches > 1
+  found = {
+    "router.balance_over=step": looks_ahead,
+    f"train.teacher={run.train.teacher}": bool(run.train.teacher),
+    f"lora.rank={run.lora.rank}": bool(run.lora.rank),
+    f"optimizer.name={optimizer.name}": optimizer.name == "muon",
+    f"optimizer.ema={optimizer.ema:g}": bool(optimizer.ema),
+    f"overlap.flight={run.overlap.flight}": run.overlap.flight > 1 and microbatches > 1,
+    "multitask.plan=equal": bool(run.multitask.names) and run.multitask.plan == "equal",
+  }
+  return [field for field, counts in found.items() if counts]
 
 
 def predicted(work: StepWork, machine: Machine, links: Links, bus: float = 0.0) -> Prediction:

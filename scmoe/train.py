@@ -102,7 +102,7 @@ def supervised(argv: Sequence[str], values: dict[str, Any], run: RunConfig) -> i
     run: not resolved.
 
   Raises:
-    ConfigError: as `scmoe.run.elastic.member_of`.
+    ConfigError, StorageError, Unavailable: as `scmoe.run.elastic.member_of`.
   """
   folder = check_workdir(default_workdir(values, run))
   command = [sys.executable, "-m", "scmoe.train", *argv, "--restarts=0"]

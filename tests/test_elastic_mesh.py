@@ -9,19 +9,21 @@ import subprocess
 import time
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
 from scmoe import train
-from scmoe.base.errors import ConfigError
+from scmoe.base.errors import ConfigError, Unavailable
 from scmoe.models.config import ModelConfig
 from scmoe.run import elastic
 from scmoe.run.command_line import TRAIN_FLAGS, parse, run_config
 from scmoe.run.config import RunConfig
 from scmoe.run.elastic import address, choose_mesh, flags, member_of, variables
-from scmoe.training.distributed import Cluster, find_cluster
+from scmoe.training.distributed import Cluster, find_cluster, initialize
 from scmoe.training.members import Plan
 from scmoe.training.options import DistributedConfig
+from scmoe.training.restarts import FINAL
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -110,8 +112,22 @@ def test_devices_are_counted_by_another_process(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
   assert elastic.count_devices(0) == 3
   monkeypatch.setenv("JAX_PLATFORMS", "nothing")
-  with pytest.raises(ConfigError, match="jax finds no devices here"):
+  with pytest.raises(Unavailable, match="jax finds no devices here"):
     elastic.count_devices(0)
+  monkeypatch.setattr(elastic, "_COUNT", "import time; time.sleep(60)")
+  monkeypatch.setattr(elastic, "_COUNT_SECONDS", 0.1)
+  with pytest.raises(Unavailable, match=r"has not found this host's devices in 0\.1 s"):
+    elastic.count_devices(0)
+  assert Unavailable.code not in FINAL
+
+
+def test_processes_that_do_not_reach_each_other_may_try_again(monkeypatch):
+  def refuses(*args, **options):
+    raise RuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
+
+  monkeypatch.setattr(jax.distributed, "initialize", refuses)
+  with pytest.raises(Unavailable, match="process 1 of 2 could not connect: DEADLINE_EXCEEDED"):
+    initialize(DistributedConfig("127.0.0.1:9", 2, 1))
 
 
 def test_the_command_runs_as_a_member(tmp_path, monkeypatch):
@@ -183,7 +199,7 @@ def test_the_jobset_is_what_train_accepts():
   (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/runs"]
   assert mount["name"] in [v["name"] for v in pod["volumes"]]
   failing = spec["podFailurePolicy"]["rules"][0]
-  assert failing["onExitCodes"]["values"] == [2, 3, 4, 5, 6]
+  assert failing["onExitCodes"]["values"] == [code for code in FINAL if code not in (0, 75)]
   for processes in range(1, count + 1):
     assert choose_mesh(run, processes, 8, most=count).processes == processes
 
@@ -197,6 +213,7 @@ def test_the_slurm_script_is_what_train_accepts():
   given = dict(re.findall(r"export (SCMOE_\w+)=(\S+)", text))
   assert set(given) == {"SCMOE_COORDINATOR", "SCMOE_NUM_PROCESSES"}
   assert "SCMOE_PROCESS_ID=$number" in text
+  assert "case $code in " + "|".join(map(str, FINAL)) + ") return" in text
   assert "#SBATCH --no-kill" in text, "the job outlives a node"
   assert choose_mesh(run, 3, 8, most=4).processes == 3
   assert isinstance(run.model, ModelConfig)

@@ -12,6 +12,8 @@ in scmoe.
 | 4    | aborted: the loss or the gradients stay non-finite |
 | 5    | no valid checkpoint                                |
 | 6    | storage failure                                    |
+| 7    | an elastic run has used up its restarts            |
+| 69   | no device, or no other process, can be reached     |
 | 75   | preempted and saved: run the same command again    |
 | 86   | watchdog: a step or a collective is stuck          |
 """
@@ -61,12 +63,20 @@ class StorageError(ScmoeError):
   code = 6
 
 
+class Unavailable(ScmoeError):
+  """No device is found, or the run's processes do not reach each other: now, maybe not later."""
+
+  code = 69
+
+
 class Preempted(ScmoeError):
   """The run was asked to stop, saved its state and can be continued."""
 
   code = 75
 
 
+# A parent process ends with it once no restart is left: `scmoe.training.elastic`.
+GAVE_UP_EXIT = 7
 # The watchdog ends the process itself: Python raises no exception inside a stuck collective.
 WATCHDOG_EXIT = 86
 _READER_LEFT = 141  # the status that a shell reports for a process ended by SIGPIPE

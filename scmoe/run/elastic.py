@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scmoe.base.errors import ConfigError
+from scmoe.base.errors import ConfigError, Unavailable
 from scmoe.base.stored import StoredError, read_json
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
@@ -32,6 +32,7 @@ from scmoe.training.workdir import LOCK, prepare_workdir
 
 HOST = "SCMOE_HOST"  # name or address of this host, if others reach it by none of its own names
 _COUNT = "import jax; print(jax.local_device_count())"
+_COUNT_SECONDS = 300.0
 
 
 def choose_mesh(run: RunConfig, processes: int, devices: int, *, most: int) -> Choice:
@@ -103,6 +104,7 @@ def member_of(
   Raises:
     ConfigError: the run has one process only, or a part of the coordinator's address is wrong.
     StorageError: the folder cannot be written.
+    Unavailable: as `count_devices`.
   """
   cluster = find_cluster(run.distributed)
   if cluster is None:
@@ -169,18 +171,24 @@ def count_devices(simulated: int) -> int:
   """Devices that jax finds on this host; another process counts them, and gives them back.
 
   Raises:
-    ConfigError: jax finds none.
+    Unavailable: jax finds none, or does not answer for `_COUNT_SECONDS`.
   """
   if simulated:
     return simulated
   quiet = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-  done = subprocess.run(
-    [sys.executable, "-c", _COUNT], capture_output=True, text=True, env=os.environ | quiet
-  )
+  command = [sys.executable, "-c", _COUNT]
+  try:
+    done = subprocess.run(
+      command, capture_output=True, text=True, env=os.environ | quiet, timeout=_COUNT_SECONDS
+    )
+  except subprocess.TimeoutExpired:
+    raise Unavailable(
+      f"jax has not found this host's devices in {_COUNT_SECONDS:g} s; check the driver"
+    ) from None
   last = done.stdout.split()[-1:]
   if done.returncode or not last or not last[0].isdecimal():
     said = (done.stderr.split("\n")[-2:] or [""])[0][:200]
-    raise ConfigError(f"jax finds no devices here ({said}); check JAX_PLATFORMS and the driver")
+    raise Unavailable(f"jax finds no devices here ({said}); check JAX_PLATFORMS and the driver")
   return int(last[0])
 
 

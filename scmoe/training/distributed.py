@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from scmoe.base.errors import ConfigError, ScmoeError
+from scmoe.base.errors import ConfigError, ScmoeError, Unavailable
 from scmoe.kernels.grouped_matmul import tuned
 from scmoe.training.options import DistributedConfig
 
@@ -65,7 +65,8 @@ def initialize(cfg: DistributedConfig) -> None:
   else jax chooses the interface. All processes get process 0's measured kernel tilings.
 
   Raises:
-    ConfigError: as `find_cluster`, or this process could not connect to the coordinator.
+    ConfigError: as `find_cluster`.
+    Unavailable: this process could not connect to the coordinator, or could not listen as one.
   """
   cluster = find_cluster(cfg)
   if cluster is None:
@@ -81,7 +82,7 @@ def initialize(cfg: DistributedConfig) -> None:
       coordinator_bind_address=bind,
     )
   except RuntimeError as error:
-    raise ConfigError(
+    raise Unavailable(
       f"distributed.coordinator={cluster.coordinator}: process {cluster.process_id} of "
       f"{cluster.num_processes} could not connect: {' '.join(str(error).split())[:200]}"
     ) from None

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from scmoe.base.errors import ConfigError, Preempted
+from scmoe.base.errors import GAVE_UP_EXIT, ConfigError, Preempted
 from scmoe.base.output import warn
 from scmoe.training.members import (
   ENDED,
@@ -323,7 +323,7 @@ class Supervisor:
       self.tell(asks=LEAVE)
       return code
     if code != Preempted.code:
-      return self._died(f"the training ended with {code}", code)
+      return self._died(f"the training ended with {code}")
     last = [self.me, *(self.others.last(number) for number in self.plan.members)]
     if not any(m is not None and m.turn == self.plan.turn and m.asks for m in last):
       return code  # somebody stopped the command itself, or `train.stop_after` did
@@ -331,15 +331,15 @@ class Supervisor:
     self.tell(state=WAITING)
     return None
 
-  def _died(self, why: str, code: int = 1) -> int | None:
-    """Counts a restart; returns the exit code if none is left."""
+  def _died(self, why: str) -> int | None:
+    """Counts a restart; returns the exit code for a run that gave up if none is left."""
     self.child = None
     step = self.launch.progress()
     self._used = 1 if step > self._died_at else self._used + 1
     self._died_at = step
     if self._used > self.restarts:
       warn(f"elastic: {why}, after {self.restarts} restarts without a new checkpoint; giving up")
-      return code
+      return GAVE_UP_EXIT
     pause = 0.0 if self._used == 1 else min(2.0 ** (self._used - 1), LONGEST_WAIT)
     self._resumes_at = self.clock() + pause
     warn(f"elastic: {why}; restart {self._used} of {self.restarts}")

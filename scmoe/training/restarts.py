@@ -3,8 +3,8 @@
 The command runs as a child of this process. If the child was killed, crashed, got stuck (exit code
 86) or lost its peers, the command runs again. Exit codes that another start would not mend are
 passed on (`FINAL`): done, wrong configuration or data, no valid checkpoint, a full disk, numbers
-that are not finite, asked to stop. After a start that wrote a later checkpoint, restarts are
-counted anew.
+that are not finite, an elastic run without restarts left, asked to stop. After a start that wrote a
+later checkpoint, restarts are counted anew.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from scmoe.base.errors import GAVE_UP_EXIT
 from scmoe.base.output import warn
 from scmoe.training.signals import hangups
 
 # Exit codes after which the run is not started again; see `scmoe.base.errors` for their meaning.
-FINAL = (0, 2, 3, 4, 5, 6, 75)
+FINAL = (0, 2, 3, 4, 5, 6, GAVE_UP_EXIT, 75)
 # Most seconds between two starts. The wait is 1 s at first and doubles with each restart in a row.
 LONGEST_WAIT = 60.0
 

@@ -171,8 +171,27 @@ def test_restarts_without_progress_end_it(site, capsys):
   assert site.turn == 3
   site.end(134)
   site.passes(4)
-  assert site.codes == dict.fromkeys(range(4), 134)
+  assert site.codes == dict.fromkeys(range(4), 7)
   assert "after 2 restarts without a new checkpoint; giving up" in capsys.readouterr().err
+
+
+def test_what_another_start_may_mend_ends_nobody(site):
+  """69: the command found no devices or no peers."""
+  site.end(69, 1)
+  site.passes(8)
+  assert site.training == [0, 1, 2, 3]
+  assert site.turn == 2
+
+
+def test_one_that_gives_up_ends_those_that_joined_later(site):
+  site.end(1)
+  site.passes(4)
+  site.lose(3)
+  site.start(3)
+  site.passes(8)
+  site.end(1)
+  site.passes(70)
+  assert site.codes == dict.fromkeys(range(4), 7)
 
 
 def test_progress_gives_the_restarts_back(site):
@@ -256,7 +275,7 @@ def test_a_command_that_crashes_when_it_is_asked_to_save_is_noticed(site):
   assert sorted(site.training) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 6, 75])
+@pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 6, 7, 75])
 def test_what_a_restart_would_not_mend_ends_all(site, code):
   """75 without a request of ours: somebody stopped the commands, or `train.stop_after` did."""
   site.end(code)

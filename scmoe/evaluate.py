@@ -219,7 +219,7 @@ def evaluate_run(
   stored, run, opened = with_newest(opened_step, named)
   source = with_tokenizer(run.data, workdir) if elsewhere or task else run.data
   modality, read = modality_of(run), dataclasses.replace(run, data=source)
-  data = modality.open_data(read, evaluated=elsewhere)
+  data = modality.open_data(read, evaluated=elsewhere, trained=False)
   if not elsewhere and not task and isinstance(stored, Stored):
     _warn_of_other_text(stored, data)
   options = {

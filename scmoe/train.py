@@ -71,15 +71,19 @@ def main(argv: list[str]) -> None:
     return print(list_configs())
   at_least(values, 0, "restarts")
   cluster = Cluster.of_flags(values["host_devices"], values["network"])
+  changed = [flag.name for flag in CLUSTER_FLAGS if values[flag.name] != flag.default]
+  if changed and not values["dry_run"]:
+    raise ConfigError(f"--{changed[0]} has no effect without --dry_run; add it, or leave this out")
   if values["elastic"] and not values["restarts"]:
     raise ConfigError("--elastic restarts a run that lost a process; add --restarts=5, or so")
-  if values["restarts"] > 0:
+  only_shown = values["print_config"] or values["dry_run"]
+  if values["restarts"] > 0 and not only_shown:
     raise SystemExit(supervised(argv, values, run_config(values, given)))
   simulate(values["simulate"])
   run = run_config(values, given)
   check_run_name(run.name, "name")
   workdir = check_workdir(default_workdir(values, run))
-  if values["print_config"] or values["dry_run"]:
+  if only_shown:
     vocabulary = build.vocab_size(run.data)
     planned = run.resolve(num_devices=planned_devices(run), vocab_size=vocabulary)
     if values["print_config"]:

@@ -245,6 +245,8 @@ def test_the_line_says_what_to_do_and_doing_it_works(name, started, capsys):
 # Of other commands, and of the environment: refused before a model is made. (command, flags, words)
 OF_COMMANDS = (
   (train, ["--restarts=-1"], "--restarts=-1 must be at least 0"),
+  (train, ["--smoke", "--network=40GB"], "--network has no effect without --dry_run; add it"),
+  (train, ["--host_devices=4", "--print_config"], "--host_devices has no effect without --dry_run"),
   (profile, ["--rounds=0"], "--rounds=0 must be at least 1"),
   (profile, ["--calls=0"], "--calls=0 must be at least 1"),
   (profile, ["--workdir=my.txt"], "my.txt is a file, not a folder"),
@@ -290,6 +292,17 @@ def test_other_commands_refuse_before_they_work(command, typed, words, started):
     command.main(typed)
   assert words in str(refused.value)
   assert "\n" not in str(refused.value)
+
+
+def test_what_is_only_shown_starts_no_supervisor(started, monkeypatch, capsys):
+  monkeypatch.setattr(train, "supervised", lambda *_: pytest.fail("a supervisor was started"))
+  train.main(["--smoke", "--print_config", "--restarts=5", "--elastic"])
+  assert '"model"' in capsys.readouterr().out
+  monkeypatch.setattr(train, "dry_run", lambda run: run)
+  monkeypatch.setattr(train, "report", lambda run, cluster: f"dry run of {run.name}")
+  train.main(["--smoke", "--dry_run", "--restarts=5", "--elastic"])
+  assert "dry run of quickstart" in capsys.readouterr().out
+  assert not started
 
 
 def test_a_platform_that_jax_has_not_is_one_line(monkeypatch):

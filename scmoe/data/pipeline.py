@@ -50,6 +50,7 @@ def open_data(
   process_index: int = 0,
   process_count: int = 1,
   evaluated: bool = False,
+  trained: bool = True,
 ) -> Data:
   """Reads, splits, tokenises and packs the data of a run.
 
@@ -60,10 +61,11 @@ def open_data(
     process_index, process_count: this process's index and the number of processes.
     evaluated: whether the caller only evaluates. All text is then validation text, unless file
       names mark some of it as such.
+    trained: whether the caller reads training batches, so that there must be one at least.
 
   Raises:
     ConfigError: a field cannot be used.
-    DataError: data are missing, empty, malformed or smaller than one batch.
+    DataError: data are missing, empty, malformed or, to train, smaller than one batch.
   """
   cfg.check()
   if batch_size < 1 or batch_size % process_count:
@@ -77,7 +79,7 @@ def open_data(
     swap = lambda d: dataclasses.replace(d, train=d.validation, validation=d.train)
     corpus = dataclasses.replace(corpus, domains=tuple(map(swap, corpus.domains)))
   data = Data(cfg, corpus, batch_size, seed, process_index, process_count)
-  if not evaluated:
+  if trained and not evaluated:
     data.check_size()
   return data
 

@@ -58,7 +58,8 @@ class Modality(Protocol):
 
     Args:
       run: resolved.
-      **options: `process_index`, `process_count`, `evaluated` of `scmoe.data.open_data`.
+      **options: `process_index`, `process_count`, `evaluated`, `trained` of
+        `scmoe.data.open_data`.
 
     Raises:
       DataError: they are missing, too few, or do not fit the model.

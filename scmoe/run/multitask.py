@@ -45,7 +45,7 @@ class Tasks(Text):
     check_vocab(whole, run.model.vocab_size)
     tasks, microbatches = run.multitask.tasks(run.data), train.microbatches(run.data.seq_len)
     data = TaskData(whole, tasks, run.plan, microbatches)
-    if not options.get("evaluated"):
+    if options.get("trained", True) and not options.get("evaluated"):
       data.check_size()
     return data
 

@@ -97,6 +97,14 @@ def test_evaluation_tells_the_tasks_apart(workdir, figures, capsys):
   assert {"bits_per_byte/chains", "bits_per_byte/recall"} <= set(line)
 
 
+def test_a_task_of_less_than_a_batch_is_evaluated(workdir, figures):
+  """A run trains on tasks whose text fills no batch of their own; evaluation reads other text."""
+  large = {"train.batch_size": "4096"}
+  alone = evaluate.evaluate_run(str(workdir), task="recall", changed=large)
+  assert alone["loss"] == pytest.approx(figures["domains"]["recall"]["loss"], rel=1e-5)
+  assert alone["bigram_bits_per_byte"] > 0
+
+
 def test_other_text_is_read_with_the_gates_of_a_task(workdir, tmp_path):
   text = tmp_path / "text.txt"
   text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)

@@ -36,6 +36,7 @@ def open_images(
   process_index: int = 0,
   process_count: int = 1,
   evaluated: bool = False,
+  trained: bool = True,
 ) -> ImageData:
   """Reads, decodes and divides the images of a run.
 
@@ -48,6 +49,7 @@ def open_images(
     process_index, process_count: this process among those that read together.
     evaluated: whether nothing is trained. If no image is for validation, all images then are, and
       there may be fewer than one batch.
+    trained: whether the caller reads training batches, so that there must be one at least.
 
   Raises:
     ConfigError: a field cannot be used.
@@ -67,7 +69,7 @@ def open_images(
   if evaluated and not len(found.validation):
     found = Images(found.validation, found.train, found.names, found.digest, found.bad)
   data = ImageData(cfg, found, batch_size, seed, partners, process_index, process_count)
-  if not evaluated:
+  if trained and not evaluated:
     data.check_size()
   return data
 

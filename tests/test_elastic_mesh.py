@@ -106,7 +106,7 @@ def test_the_address_at_which_others_reach_a_process():
   assert at("node0:1", 1) not in ("", "node0")
 
 
-def test_devices_are_counted_by_another_process(monkeypatch):
+def test_devices_are_counted_by_another_process(monkeypatch, capsys):
   assert elastic.count_devices(6) == 6
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
@@ -119,6 +119,11 @@ def test_devices_are_counted_by_another_process(monkeypatch):
   with pytest.raises(Unavailable, match=r"has not found this host's devices in 0\.1 s"):
     elastic.count_devices(0)
   assert Unavailable.code not in FINAL
+  counted = elastic.begin_count(0)
+  while (devices := counted()) is None:
+    time.sleep(0.02)
+  assert devices == 0
+  assert "has not found this host's devices" in capsys.readouterr().err
 
 
 def test_processes_that_do_not_reach_each_other_may_try_again(monkeypatch):
@@ -157,6 +162,12 @@ def test_the_command_runs_as_a_member(tmp_path, monkeypatch):
   assert not member.launch.trains(7)
   beat.parent.mkdir()
   beat.write_text(json.dumps({"pid": 7, "step": 1}))
+  assert not member.launch.held()
+  lock = {"pid": 1, "host": "elsewhere"}
+  (tmp_path / "a" / "run.lock").write_text(json.dumps(lock))
+  assert member.launch.held()
+  member.launch.release()
+  assert not member.launch.held()
   assert member.launch.trains(7)
   assert not member.launch.trains(8)
 

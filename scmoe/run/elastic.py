@@ -13,10 +13,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from scmoe.base.errors import ConfigError, Unavailable
+from scmoe.base.output import warn
 from scmoe.base.stored import StoredError, read_json
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
@@ -28,7 +30,7 @@ from scmoe.training.options import DistributedConfig
 from scmoe.training.restore import FOLDER as CHECKPOINTS
 from scmoe.training.restore import list_steps
 from scmoe.training.vitals import heartbeat_file
-from scmoe.training.workdir import LOCK, prepare_workdir
+from scmoe.training.workdir import LOCK, owner_lives, prepare_workdir
 
 HOST = "SCMOE_HOST"  # name or address of this host, if others reach it by none of its own names
 _COUNT = "import jax; print(jax.local_device_count())"
@@ -121,6 +123,8 @@ def member_of(
     trains=lambda pid: _has_beaten(workdir, pid),
     progress=lambda: max(list_steps(workdir / CHECKPOINTS), default=0),
     release=lambda: (workdir / LOCK).unlink(missing_ok=True),
+    held=lambda: owner_lives(workdir / LOCK),
+    count=functools.partial(begin_count, simulated),
   )
   return Supervisor(
     folder,
@@ -190,6 +194,26 @@ def count_devices(simulated: int) -> int:
     said = (done.stderr.split("\n")[-2:] or [""])[0][:200]
     raise Unavailable(f"jax finds no devices here ({said}); check JAX_PLATFORMS and the driver")
   return int(last[0])
+
+
+def begin_count(simulated: int) -> Callable[[], int | None]:
+  """Begins `count_devices` in a thread, for a member that goes on writing its file meanwhile.
+
+  Returns:
+    A function that returns the number of devices, 0 if jax finds none (which is said), and None as
+    long as they are being counted.
+  """
+  found: list[int] = []
+
+  def count() -> None:
+    try:
+      found.append(count_devices(simulated))
+    except Unavailable as error:
+      warn(str(error))
+      found.append(0)
+
+  threading.Thread(target=count, daemon=True).start()
+  return lambda: found[0] if found else None
 
 
 def _has_beaten(workdir: Path, pid: int) -> bool:

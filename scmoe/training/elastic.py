@@ -24,9 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from scmoe.base.errors import GAVE_UP_EXIT, ConfigError, Preempted
+from scmoe.base.errors import GAVE_UP_EXIT, ConfigError, Preempted, Unavailable
 from scmoe.base.output import warn
 from scmoe.training.members import (
+  COUNTING,
   ENDED,
   LEAVE,
   REGROUP,
@@ -43,6 +44,7 @@ from scmoe.training.members import (
 from scmoe.training.members import PLAN as PLAN_FILE
 from scmoe.training.restarts import FINAL, LONGEST_WAIT
 from scmoe.training.signals import hangups
+from scmoe.training.workdir import FOREIGN_STALE_SECONDS
 
 SILENT_SECONDS = 15.0  # a member that writes nothing for so long is given up
 FIRST_SECONDS = 300.0  # how long the first turn waits for all members, as jax waits for processes
@@ -94,6 +96,9 @@ class Launch(NamedTuple):
     trains: pid of the first member's command -> True once it has done a step.
     progress: returns the step of the newest checkpoint.
     release: removes the run's lock file, whose owner has ended or was given up.
+    held: returns True while the process that the run's lock file names may live.
+    count: begins to count this host's devices; what it returns gives their number once they are
+      counted, 0 if there are none, and None before.
   """
 
   choose: Callable[[int, int], Choice]
@@ -101,6 +106,8 @@ class Launch(NamedTuple):
   trains: Callable[[int], bool]
   progress: Callable[[], int]
   release: Callable[[], None]
+  held: Callable[[], bool]
+  count: Callable[[], Callable[[], int | None]]
 
 
 class Supervisor:
@@ -145,6 +152,8 @@ class Supervisor:
     self._resumes_at = 0.0
     self._used = self._died_at = 0  # restarts in a row; step of the checkpoint at the last one
     self._trouble = ("", 0.0)
+    self._count: Callable[[], int | None] | None = None
+    self._waits_for_lock = False
 
   def tick(self) -> int | None:
     """Tells the others about this member, looks at them, and acts.
@@ -193,6 +202,13 @@ class Supervisor:
       return Preempted.code
     if (code := self._ended_for_good()) is not None:
       return code
+    if self._count is not None:
+      if (devices := self._count()) is None:
+        return None
+      self._count = None
+      if not devices:
+        return Unavailable.code
+      self.tell(state=WAITING, devices=devices)
     alive = sorted([self.me, *self.others.alive()])
     if usable_of(alive)[0].number == self.number and self._may_plan(alive):
       self._write_plan(alive)
@@ -213,15 +229,32 @@ class Supervisor:
   def _may_plan(self, alive: Sequence[Member]) -> bool:
     """True if a turn may be planned now.
 
-    That is so if no living member runs its command, the pause before this member's restart is over,
-    and the missing members had time to show that they live.
+    That is so if no living member runs its command or counts its devices, the pause before this
+    member's restart is over, the missing members had time to show that they live, and, at a new
+    start, the lock of the start before is free or had time to become stale.
     """
-    if any(member.state == RUNNING for member in alive) or self.clock() < self._resumes_at:
+    busy = any(member.state in (RUNNING, COUNTING) for member in alive)
+    if busy or self.clock() < self._resumes_at:
+      return False
+    if not any(member.turn for member in alive) and self._locked_out():
       return False
     if len(alive) == self.count or self.me.turn:
       return True
     trained = any(member.turn for member in alive)
     return self.others.seconds > (self.silent if trained else FIRST_SECONDS)
+
+  def _locked_out(self) -> bool:
+    """True while a lock of another host may keep a new start's first command out of the folder.
+
+    That command would end with 2, and the run with it. A lock that is still held later belongs to a
+    run that lives: then the command has to end so.
+    """
+    if self.others.seconds > FOREIGN_STALE_SECONDS or not self.launch.held():
+      return False
+    if not self._waits_for_lock:
+      self._waits_for_lock = True
+      warn(f"elastic: waiting up to {FOREIGN_STALE_SECONDS} s for the lock of an earlier start")
+    return True
 
   def _write_plan(self, alive: Sequence[Member]) -> None:
     usable = usable_of(alive)
@@ -299,7 +332,7 @@ class Supervisor:
       if member is not None and member.state == ENDED and member.turn != self.plan.turn:
         return f"process {number} ended before the turn began", _PEER_SECONDS
       if member is not None and member.turn == self.plan.turn:
-        if member.state == WAITING and not member.asks:
+        if member.state in (WAITING, COUNTING) and not member.asks:
           return f"the training of process {number} died", _PEER_SECONDS
         if member.state == ENDED and member.code:
           return f"process {number} ended with {member.code}", _ENDED_SECONDS
@@ -323,7 +356,7 @@ class Supervisor:
       self.tell(asks=LEAVE)
       return code
     if code != Preempted.code:
-      return self._died(f"the training ended with {code}")
+      return self._died(f"the training ended with {code}", counts=True)
     last = [self.me, *(self.others.last(number) for number in self.plan.members)]
     if not any(m is not None and m.turn == self.plan.turn and m.asks for m in last):
       return code  # somebody stopped the command itself, or `train.stop_after` did
@@ -331,8 +364,13 @@ class Supervisor:
     self.tell(state=WAITING)
     return None
 
-  def _died(self, why: str) -> int | None:
-    """Counts a restart; returns the exit code for a run that gave up if none is left."""
+  def _died(self, why: str, *, counts: bool = False) -> int | None:
+    """Notes a restart; returns the exit code for a run that gave up if none is left.
+
+    Args:
+      why: for people.
+      counts: whether a device may have failed, so that this host's devices are counted again.
+    """
     self.child = None
     step = self.launch.progress()
     self._used = 1 if step > self._died_at else self._used + 1
@@ -343,7 +381,9 @@ class Supervisor:
     pause = 0.0 if self._used == 1 else min(2.0 ** (self._used - 1), LONGEST_WAIT)
     self._resumes_at = self.clock() + pause
     warn(f"elastic: {why}; restart {self._used} of {self.restarts}")
-    self.tell(state=WAITING, asks="")  # a request died with the command: the peers must see that
+    self._count = self.launch.count() if counts else None
+    # A request to save died with the command: the peers must see that.
+    self.tell(state=COUNTING if counts else WAITING, asks="")
     return None
 
 

@@ -24,7 +24,7 @@ from scmoe.base.stored import StoredError, read_json
 
 FOLDER = "elastic"
 PLAN = "plan.json"
-WAITING, RUNNING, ENDED = "waiting", "running", "ended"
+WAITING, COUNTING, RUNNING, ENDED = "waiting", "counting", "running", "ended"
 REGROUP, LEAVE = "regroup", "leave"
 LATE_SECONDS = 2.0  # a look that comes later after the one before was held up
 _MOST_BYTES = 1 << 16
@@ -36,7 +36,8 @@ class Member(NamedTuple):
   Attributes:
     number: the launcher's number of the process.
     token: differs between two processes that claim the same number.
-    state: WAITING for a turn, RUNNING its training command, or ENDED.
+    state: WAITING for a turn, COUNTING its devices after its command died, RUNNING its training
+      command, or ENDED.
     turn: the last turn in which it ran the command; 0 if it has not yet.
     host: name or address at which other members reach it.
     devices: devices of its host that the command will use.

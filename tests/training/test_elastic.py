@@ -20,6 +20,7 @@ from scmoe.training.members import (
   read_plan,
   write,
 )
+from scmoe.training.workdir import FOREIGN_STALE_SECONDS
 
 SILENT = 15.0
 
@@ -51,6 +52,7 @@ class Site:
     self.folder, self.count, self.mesh, self.restarts = folder, count, mesh, restarts
     self.now, self.step, self.released = 0.0, 0, 0
     self.members, self.codes, self.trains = {}, {}, True
+    self.held, self.found = False, {}  # the devices that a member finds when it counts again
     for number in range(count):
       self.start(number)
 
@@ -61,6 +63,8 @@ class Site:
       trains=lambda pid: self.trains,
       progress=lambda: self.step,
       release=self.release,
+      held=lambda: self.held,
+      count=lambda: lambda: self.found.get(number, devices),
     )
     self.codes.pop(number, None)
     self.members[number] = Supervisor(
@@ -418,6 +422,46 @@ def test_a_file_system_that_stalls_costs_no_member(site):
   site.lose(3)
   site.passes(SILENT + 5)
   assert site.training == [0, 1, 2], "a member that is really gone is given up all the same"
+
+
+def test_devices_are_counted_again_after_a_command_died(site, capsys):
+  """One GPU of process 0's host has failed: the others go on without that host."""
+  site.found[0] = None
+  site.end(1, 0)
+  site.passes(8)
+  assert not site.training, "the count may take long; nobody plans meanwhile"
+  site.found[0] = 1
+  site.passes(4)
+  assert site.training == [1, 2, 3]
+  assert "every process needs 2 devices: 0 has 1" in capsys.readouterr().err
+
+
+def test_a_host_without_devices_leaves_and_may_be_started_again(site):
+  site.found[0] = 0
+  site.end(1, 0)
+  site.passes(70)
+  assert site.codes == {0: 69}
+  assert site.training == [1, 2, 3]
+
+
+def test_a_new_start_waits_for_the_lock_of_a_lost_host(site, capsys):
+  """All processes are gone, one of them with its host, which held the lock: no command takes it."""
+  again = Site(site.folder)
+  again.held = True
+  again.passes(60)
+  assert not again.training
+  again.held = False
+  again.passes(3)
+  assert again.training == [0, 1, 2, 3]
+  assert capsys.readouterr().err.count("for the lock of an earlier start") == 1
+
+
+def test_a_new_start_does_not_wait_for_a_run_that_lives(site):
+  """Its command says whose lock it is, and ends with 2."""
+  again = Site(site.folder)
+  again.held = True
+  again.passes(FOREIGN_STALE_SECONDS + 5)
+  assert again.training == [0, 1, 2, 3]
 
 
 def test_of_two_plans_of_one_turn_the_later_one_counts(site):

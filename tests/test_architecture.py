@@ -47,7 +47,7 @@ RANKS = [
   ("run.nearest",),
   ("run.dry_run_text",),
   ("run.benchmark", "pretrained", "run.summary", "run.generation_flags"),
-  ("run.opened",),
+  ("run.opened", "run.successor"),
   (
     "run.tasks",
     "run.teacher",

@@ -39,6 +39,7 @@ from scmoe.pretrained.released import Released, open_released
 from scmoe.pretrained.stream import flat, leaves_of, nested
 from scmoe.pretrained.upcycle import Upcycling, fill, plan
 from scmoe.run import build
+from scmoe.run.config import RunConfig, to_dict
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.meters import memory_in_use
@@ -138,11 +139,20 @@ def said_of(model: ModelConfig, begun: Mapping[str, str]) -> str:
   return "\n".join(lines)
 
 
-def save_start(keeper: Checkpointer, built: build.Built, leaves: dict[str, Array]) -> None:
-  """Writes parameters and router state, by dotted name, as step 0 of a run."""
+def save_start(
+  keeper: Checkpointer, built: build.Built, leaves: dict[str, Array], run: RunConfig | None = None
+) -> None:
+  """Writes parameters and router state as step 0 of a run.
+
+  Args:
+    keeper: of the run.
+    built: its model, on the mesh that holds the arrays.
+    leaves: the arrays, by dotted name.
+    run: the configuration to store, if it has another mesh than `built`; None: that of `built`.
+  """
   like = {"params": built.shapes, "router": built.router_shapes}
   state = nested(leaves, like if built.router_shapes else {"params": built.shapes})
-  keeper.save_now(0, state, {}, _meta(built))
+  keeper.save_now(0, state, {}, _meta(built, run))
 
 
 def _origin(released: Released) -> dict[str, Any]:
@@ -228,9 +238,9 @@ def new_run(workdir: Path) -> Iterator[Checkpointer]:
       raise
 
 
-def _meta(built: build.Built) -> dict[str, Any]:
+def _meta(built: build.Built, run: RunConfig | None = None) -> dict[str, Any]:
   return {
-    "config": built.config,
+    "config": built.config if run is None else to_dict(run),
     "data_fingerprint": {},
     "mesh": dict(built.mesh.shape),
     "processes": jax.process_count(),

@@ -19,23 +19,23 @@ import numpy as np
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
 from scmoe.base.stored import write_json
-from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
+from scmoe.data.tokenizers import TOKENIZER
 from scmoe.inference.placement.choices import Choices, record
 from scmoe.inference.placement.devices import check_devices, order_of, place
 from scmoe.inference.placement.rows import Rows, rows_of
 from scmoe.inference.reading import ReadText
 from scmoe.models.flops import count_parameters
-from scmoe.pretrained.imported import SOURCE, check_new, new_run, save_start
+from scmoe.pretrained.imported import SOURCE, check_new, new_run
 from scmoe.pretrained.requests import check_experts, placing, pruning, smaller
 from scmoe.pretrained.stream import flat, leaves_of, nested
 from scmoe.pretrained.taken import gate_norms, take
 from scmoe.run import build, placement
 from scmoe.run.adapters import restore_weights
 from scmoe.run.config import RunConfig
-from scmoe.run.modality import modality_of, needs_text
+from scmoe.run.modality import modality_of
 from scmoe.run.opened import Stored, open_run, weights_of
-from scmoe.run.text import load_tokenizer, store_tokenizer
-from scmoe.training.options import TrainConfig
+from scmoe.run.successor import check_source, successor, write_successor
+from scmoe.run.text import load_tokenizer
 from scmoe.training.restore import with_newest
 
 PLACED, PRUNED = "placement.json", "pruning.json"  # in the new run's folder: what was done
@@ -104,7 +104,7 @@ def place_run(source: Source, workdir: Path, request: str) -> str:
   said: dict[str, Any] = {"by": asked.objective, "devices": asked.devices, "slack": slack}
   said |= {"batches": len(choices.expert_NGTK), "source": source.folder.name, "step": stored.step}
   said |= {"before": before._asdict(), "after": after._asdict(), "order": order_LE.tolist()}
-  _begin(source, stored, built, leaves, run, order_LE, workdir, {PLACED: said})
+  _begin(source, stored, built, leaves, built.run, order_LE, workdir, {PLACED: said})
   lines = [
     f"{source.folder}, step {stored.step}: {choices.num_experts} experts of {choices.layers} "
     f"layers, ordered for {asked.devices} devices by {asked.objective}, as step 0 of {workdir}",
@@ -140,7 +140,7 @@ def prune_run(source: Source, workdir: Path, request: str, start: str) -> str:
 
   def opened_step() -> tuple[Stored, RunConfig, np.ndarray, build.Built, dict[str, Any]]:
     stored = _opened(source, "prune")
-    fewer = smaller(stored.run, asked.keep)
+    fewer = smaller(placement.on_mesh(stored.run, source.mesh), asked.keep)
     built, leaves = _restored(source, stored)
     if score == "router_norm":
       begun = _leaves_of_start(start or stored.run.train.init_from, stored.run, built)
@@ -200,21 +200,21 @@ def best(worth_LE: np.ndarray, keep: int, *, groups: int = 1) -> np.ndarray:
 
 
 def _opened(source: Source, flag: str) -> Stored:
-  """The stored run on the mesh.
+  """The stored run.
 
   Raises:
     CheckpointError: there is no such step.
     ConfigError: its experts cannot be taken one by one.
   """
   stored = open_run(str(source.folder), source.step)
-  needs_text(stored.run, f"scmoe.convert --{flag}")
+  check_source(stored.run, flag)
   check_experts(flag, stored.run)
-  return stored._replace(run=placement.on_mesh(stored.run, source.mesh))
+  return stored
 
 
 def _restored(source: Source, stored: Stored) -> tuple[build.Built, dict[str, Any]]:
-  """The model on its mesh, and its weights and router state by dotted name."""
-  built = build.build(stored.run)
+  """The model on the mesh of the conversion, its weights and router state by dotted name."""
+  built = build.build(placement.on_mesh(stored.run, source.mesh))
   return built, weights_of(source.folder, stored.run, built, stored.step, source.ema)
 
 
@@ -250,10 +250,13 @@ def _leaves_of_start(folder: str, run: RunConfig, built: build.Built) -> dict[st
 def choices_of(source: Source, stored: Stored, batches: int) -> Choices:
   """The choices of all routers on the text, from the model on one device.
 
+  Experts drop what they drop in an evaluation: the run's capacity groups stay.
+
   Raises:
     DataError: there is no text.
   """
-  built = build.build(placement.single_device(stored.run))
+  single = placement.single_device(stored.run)
+  built = build.build(placement.with_capacity_groups_of(single, stored.run))
   run, elsewhere = built.run, bool(source.text)
   if elsewhere:
     kind = modality_of(run)
@@ -287,26 +290,16 @@ def _begin(
 
   A folder that did not exist is removed if that fails.
   """
-  tokenizer, usual = load_tokenizer(stored.run, str(source.folder)), TrainConfig()
-  data = run.data
-  if isinstance(tokenizer, JsonTokenizer):
-    eos = tokenizer.token(tokenizer.eos_id)
-    data = dataclasses.replace(data, tokenizer=str(workdir / TOKENIZER), eos_token=eos)
-  names = ("init_from", "stop_after")
-  train = dataclasses.replace(run.train, **{name: getattr(usual, name) for name in names})
-  new = build.build(
-    dataclasses.replace(run, data=data, train=train, lora=type(run.lora)()),
-    list(built.mesh.devices.flat),
-  )
+  tokenizer = load_tokenizer(stored.run, str(source.folder))
+  begun = successor(run, tokenizer, workdir, keep_teacher=True)
+  new = build.build(begun, list(built.mesh.devices.flat))
   taken = take(leaves, index_LE, run.model.zero_experts, leaves_of(new))
   with new_run(workdir) as keeper:
-    store_tokenizer(tokenizer, workdir)
     if (source.folder / SOURCE).is_file():
       shutil.copyfile(source.folder / SOURCE, workdir / SOURCE)
-    write_json(workdir / "config.json", new.config)
     for name, content in files.items():
       write_json(workdir / name, content)
-    save_start(keeper, new, taken)
+    write_successor(keeper, workdir, new, taken, source=stored.run, tokenizer=tokenizer)
   return new
 
 

@@ -18,21 +18,20 @@ from jax import Array
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import number
-from scmoe.base.stored import write_json
 from scmoe.data import Tokenizer
-from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
+from scmoe.data.tokenizers import TOKENIZER
 from scmoe.inference.norm_fit import FittedNorm, fit_norms
 from scmoe.models.flops import count_parameters
-from scmoe.pretrained.imported import check_new, new_run, said_of, save_start, upcycled
+from scmoe.pretrained.imported import check_new, new_run, said_of, upcycled
 from scmoe.pretrained.inference_files import MANIFEST
 from scmoe.pretrained.stream import nested
 from scmoe.pretrained.upcycle import Upcycling, plan
 from scmoe.run import build, placement
 from scmoe.run.config import RunConfig
-from scmoe.run.modality import modality_of, needs_text
+from scmoe.run.modality import modality_of
 from scmoe.run.opened import Stored, open_run, weights_of
-from scmoe.run.text import load_tokenizer, store_tokenizer
-from scmoe.training.options import TrainConfig
+from scmoe.run.successor import check_source, successor, write_successor
+from scmoe.run.text import load_tokenizer
 from scmoe.training.restore import FOLDER, list_steps, with_newest
 
 _OWN_NORM = "params.stages.units.0.own_norm."
@@ -77,7 +76,7 @@ def upcycle_run(
   """Makes a run's model step 0 of a run of another architecture; returns lines for the user.
 
   The new run has the source's configuration, but for its architecture, adapters (they are merged),
-  teacher and `train.init_from`.
+  `train.init_from`, and the teacher, which only a run of preferences keeps.
 
   Args:
     path: folder of the source.
@@ -105,7 +104,7 @@ def upcycle_run(
 
   def opened_step() -> tuple[Stored, Tokenizer, build.Built, Upcycling, dict[str, Array]]:
     stored = open_run(str(path), step)
-    needs_text(stored.run, "scmoe.convert --upcycle")
+    check_source(stored.run, "upcycle")
     tokenizer = load_tokenizer(stored.run, str(path))
     source = build.build(placement.on_mesh(stored.run, mesh))
     planned = plan(upcycle, source.run.model, source.run.router)
@@ -127,9 +126,7 @@ def upcycle_run(
           found[_OWN_NORM + part] = jax.device_put(value, found[_OWN_NORM + part].sharding)
           begun[_OWN_NORM + part] = "fitted to what the experts read in the source"
       fitted = _said(norm)
-    store_tokenizer(tokenizer, workdir)
-    write_json(workdir / "config.json", built.config)
-    save_start(keeper, built, found)
+    write_successor(keeper, workdir, built, found, source=stored.run, tokenizer=tokenizer)
   counts = count_parameters(run.model, built.shapes)
   return "\n".join([
     f"{stored.run.model.wiring} of {path}, step {stored.step}: {number(counts.total)} parameters "
@@ -144,27 +141,12 @@ def upcycle_run(
 
 def _begun(source: RunConfig, planned: Upcycling, tokenizer: Tokenizer, workdir: Path) -> RunConfig:
   """The resolved configuration of the new run."""
-  data, overlap = source.data, source.overlap
-  if isinstance(tokenizer, JsonTokenizer):
-    eos = tokenizer.token(tokenizer.eos_id)
-    data = dataclasses.replace(data, tokenizer=str(workdir / TOKENIZER), eos_token=eos)
+  overlap = source.overlap
   if planned.model.wiring != source.model.wiring:
     # A schedule names steps, of which another wiring has others.
     overlap = dataclasses.replace(overlap, schedule=type(overlap)().schedule)
-  usual = TrainConfig()
-  names = ("init_from", "stop_after", "teacher", "teacher_share", "teacher_temperature",
-           "teacher_hidden")  # fmt: skip
-  train = dataclasses.replace(source.train, **{name: getattr(usual, name) for name in names})
-  run = dataclasses.replace(
-    source,
-    model=planned.model,
-    router=planned.router,
-    data=data,
-    overlap=overlap,
-    train=train,
-    lora=type(source.lora)(),
-  )
-  return run.resolve(num_devices=jax.device_count(), vocab_size=0)
+  changed = dataclasses.replace(source, model=planned.model, router=planned.router, overlap=overlap)
+  return successor(changed, tokenizer, workdir, keep_teacher=False)
 
 
 def check_fit(source: RunConfig, planned: Upcycling, devices: int) -> None:

@@ -12,6 +12,7 @@ recoverable tasks (experiments/LOG.md), and process 0's death ends jax's coordin
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -19,15 +20,15 @@ import signal
 import socket
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from scmoe.base.errors import GAVE_UP_EXIT, ConfigError, Preempted, Unavailable
+from scmoe.base.errors import GAVE_UP_EXIT, WATCHDOG_EXIT, ConfigError, Preempted, Unavailable
 from scmoe.base.output import warn
 from scmoe.training.members import (
   COUNTING,
+  DEATHS,
   ENDED,
   LEAVE,
   REGROUP,
@@ -39,6 +40,7 @@ from scmoe.training.members import (
   member_file,
   read_member,
   read_plan,
+  usable_of,
   write,
 )
 from scmoe.training.members import PLAN as PLAN_FILE
@@ -210,7 +212,7 @@ class Supervisor:
         return Unavailable.code
       self.tell(state=WAITING, devices=devices)
     alive = sorted([self.me, *self.others.alive()])
-    if usable_of(alive)[0].number == self.number and self._may_plan(alive):
+    if self._chosen_from(alive)[0].number == self.number and self._may_plan(alive):
       self._write_plan(alive)
     if self.latest != self._left and self.me.token in self.latest.tokens:
       self._begin()
@@ -256,8 +258,22 @@ class Supervisor:
       warn(f"elastic: waiting up to {FOREIGN_STALE_SECONDS} s for the lock of an earlier start")
     return True
 
-  def _write_plan(self, alive: Sequence[Member]) -> None:
+  def _chosen_from(self, alive: Sequence[Member]) -> list[Member]:
+    """The members for the next turn, of which the first one plans it; a mesh may use fewer.
+
+    A member whose host is at fault, by `Member.at_fault`, is left out if a mesh fits the others. If
+    several seem at fault, nobody is left out: the death of one command may have ended the others'.
+    """
     usable = usable_of(alive)
+    rest = [member for member in usable if not member.at_fault]
+    if rest and len(rest) == len(usable) - 1:
+      with contextlib.suppress(ConfigError):
+        self.launch.choose(len(rest), rest[0].devices)
+        return rest
+    return usable
+
+  def _write_plan(self, alive: Sequence[Member]) -> None:
+    usable = self._chosen_from(alive)
     try:
       choice = self.launch.choose(len(usable), self.me.devices)
     except ConfigError as error:
@@ -275,8 +291,10 @@ class Supervisor:
     write(self.folder / PLAN_FILE, self.latest)
     absent = [str(n) for n in range(self.count) if n not in chosen]
     without = f" without {', '.join(absent)}" if absent else ""
-    odd = [f"{m.number} has {m.devices}" for m in alive if m not in usable]
+    odd = [f"{m.number} has {m.devices}" for m in alive if m.devices != self.me.devices]
     why = f"; every process needs {self.me.devices} devices: {', '.join(odd)}" if odd else ""
+    if out := [m.number for m in usable_of(alive) if m not in usable]:
+      why += f"; process {out[0]} is left out: its training died in {DEATHS} turns running"
     names = ", ".join(map(str, chosen))
     warn(f"elastic: turn {turn} begins with process {names}{without}: {choice.words}{why}")
 
@@ -344,7 +362,7 @@ class Supervisor:
       return False
     alive = self.others.alive()
     fit = [m for m in alive if m.number not in self.plan.members and m.state == WAITING]
-    fit = [member for member in fit if member.devices == self.me.devices]
+    fit = [m for m in fit if m.devices == self.me.devices and not m.at_fault]
     here = len(self.plan.members)
     return bool(fit) and self.launch.choose(here + len(fit), self.me.devices).processes > here
 
@@ -356,24 +374,29 @@ class Supervisor:
       self.tell(asks=LEAVE)
       return code
     if code != Preempted.code:
-      return self._died(f"the training ended with {code}", counts=True)
+      # A stuck collective ends a command because of another host.
+      own = code != WATCHDOG_EXIT
+      return self._died(f"the training ended with {code}", counts=True, own=own)
     last = [self.me, *(self.others.last(number) for number in self.plan.members)]
     if not any(m is not None and m.turn == self.plan.turn and m.asks for m in last):
       return code  # somebody stopped the command itself, or `train.stop_after` did
     self.child = None
-    self.tell(state=WAITING)
+    self.tell(state=WAITING, deaths=0)
     return None
 
-  def _died(self, why: str, *, counts: bool = False) -> int | None:
+  def _died(self, why: str, *, counts: bool = False, own: bool = False) -> int | None:
     """Notes a restart; returns the exit code for a run that gave up if none is left.
 
     Args:
       why: for people.
       counts: whether a device may have failed, so that this host's devices are counted again.
+      own: whether the command ended by itself, and maybe because of this host.
     """
     self.child = None
     step = self.launch.progress()
     self._used = 1 if step > self._died_at else self._used + 1
+    before = self.me.deaths if step == self._died_at else 0
+    deaths = before + 1 if own else 0
     self._died_at = step
     if self._used > self.restarts:
       warn(f"elastic: {why}, after {self.restarts} restarts without a new checkpoint; giving up")
@@ -383,18 +406,8 @@ class Supervisor:
     warn(f"elastic: {why}; restart {self._used} of {self.restarts}")
     self._count = self.launch.count() if counts else None
     # A request to save died with the command: the peers must see that.
-    self.tell(state=COUNTING if counts else WAITING, asks="")
+    self.tell(state=COUNTING if counts else WAITING, asks="", deaths=deaths)
     return None
-
-
-def usable_of(members: Sequence[Member]) -> list[Member]:
-  """The members that can train together: those with the commonest number of devices, in order.
-
-  Of two numbers that are equally common, the larger one counts.
-  """
-  common = Counter(member.devices for member in members)
-  devices = max(common, key=lambda number: (common[number], number))
-  return [member for member in members if member.devices == devices]
 
 
 def supervise(member: Supervisor) -> int:

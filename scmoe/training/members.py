@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ FOLDER = "elastic"
 PLAN = "plan.json"
 WAITING, COUNTING, RUNNING, ENDED = "waiting", "counting", "running", "ended"
 REGROUP, LEAVE = "regroup", "leave"
+DEATHS = 2  # after so many deaths in a row a member's host counts as at fault
 LATE_SECONDS = 2.0  # a look that comes later after the one before was held up
 _MOST_BYTES = 1 << 16
 
@@ -44,6 +46,7 @@ class Member(NamedTuple):
     asks: why it asked its command to save and stop: REGROUP (members wait to join), LEAVE (it was
       told to stop and leaves the others); "" if it did not ask.
     code: exit code, once ENDED.
+    deaths: turns running in which its command died by itself, without a later checkpoint.
     beat: counts the writes of the file.
   """
 
@@ -55,7 +58,13 @@ class Member(NamedTuple):
   devices: int
   asks: str = ""
   code: int = 0
+  deaths: int = 0
   beat: int = 0
+
+  @property
+  def at_fault(self) -> bool:
+    """True if the command has died by itself in so many turns running that the host may be bad."""
+    return self.deaths >= DEATHS
 
 
 class Plan(NamedTuple):
@@ -80,7 +89,7 @@ class Plan(NamedTuple):
 
 
 _MEMBER = {"number": int, "token": str, "state": str, "turn": int, "host": str, "devices": int}
-_MEMBER |= {"asks": str, "code": int, "beat": int}
+_MEMBER |= {"asks": str, "code": int, "deaths": int, "beat": int}
 _PLAN = {"turn": int, "members": [int], "tokens": [str], "coordinator": str}
 _PLAN |= {"data": int, "expert": int, "words": str}
 
@@ -121,6 +130,16 @@ def write(path: Path, value: Member | Plan) -> None:
       os.ftruncate(file, len(data))
     finally:
       os.close(file)
+
+
+def usable_of(members: Sequence[Member]) -> list[Member]:
+  """The members that can train together: those with the commonest number of devices, in order.
+
+  Of two numbers that are equally common, the larger one counts.
+  """
+  common = Counter(member.devices for member in members)
+  devices = max(common, key=lambda number: (common[number], number))
+  return [member for member in members if member.devices == devices]
 
 
 class Others:

@@ -444,6 +444,63 @@ def test_a_host_without_devices_leaves_and_may_be_started_again(site):
   assert site.training == [1, 2, 3]
 
 
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_host_whose_command_always_dies_is_left_out(tmp_path, capsys, bad):
+  """It would use up all restarts; it is not taken back until its process is started again."""
+  site = Site(tmp_path, restarts=3)
+  site.passes(3)
+  for turn in (2, 3):
+    site.end(139, bad)
+    site.passes(10)
+    assert site.turn == turn
+  rest = [n for n in range(4) if n != bad]
+  assert site.training == rest
+  assert (
+    f"process {bad} is left out: its training died in 2 turns running" in capsys.readouterr().err
+  )
+  site.passes(30)
+  assert not any(site.members[n].child.signals for n in rest)
+  site.start(bad)
+  site.passes(4)
+  assert site.members[rest[0]].child.signals == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+  ("codes", "mesh"),
+  [
+    # All commands die in the same moment: nobody knows which was the first.
+    ({0: 1, 1: 1, 2: 139, 3: 1}, lambda processes: processes),
+    ({1: 134, 2: 139}, lambda processes: processes),
+    # A stuck collective is another host's fault.
+    ({2: 86}, lambda processes: processes),
+    # The others fit no mesh.
+    ({2: 139}, None),
+  ],
+)
+def test_nobody_is_left_out_without_a_reason(tmp_path, codes, mesh):
+  def all_or_none(processes):
+    if processes < 4:
+      raise ConfigError("no mesh")
+    return processes
+
+  site = Site(tmp_path, mesh=mesh or all_or_none)
+  site.passes(3)
+  for turn in (2, 3):
+    for number, code in codes.items():
+      site.end(code, number)
+    site.passes(10)
+    assert site.turn == turn
+    assert site.training == [0, 1, 2, 3]
+
+
+def test_a_command_that_dies_after_progress_is_not_left_out(site):
+  for _ in range(4):
+    site.end(139, 2)
+    site.passes(10)
+    assert site.training == [0, 1, 2, 3]
+    site.step += 1
+
+
 def test_a_new_start_waits_for_the_lock_of_a_lost_host(site, capsys):
   """All processes are gone, one of them with its host, which held the lock: no command takes it."""
   again = Site(site.folder)

@@ -151,6 +151,7 @@ def test_an_inference_checkpoint_begins_no_run(root):
     ({"wiring": "dgmoe"}, "wiring=scmoe_pos2", "model.wiring='dgmoe', whose experts serve several"),
     ({"wiring": "scmoe_pos2"}, "wiring=topk", "has no place for the shared expert of the source"),
     ({"wiring": "dense"}, "wiring=farskip", "the source has no experts: add experts=N"),
+    ({"wiring": "dense", "zero_experts": 2}, "experts=4", "model.zero_experts=2, which would"),
     ({"wiring": "scmoe_pos2", "shortcut_norm": "megatron"}, "wiring=farskip", "use 'shared' or"),
   ],
 )
@@ -165,12 +166,20 @@ def test_maps_that_cannot_be(root, source, text, words):
 @pytest.mark.parametrize(
   ("source", "norm"),
   [
-    ({"wiring": "top2", "top_k": 1}, ("blocks.1.norm_mlp", False)),
-    ({"wiring": "scmoe_pos1"}, ("blocks.1.norm_attention", False)),
-    ({"wiring": "scmoe_pos2"}, ("blocks.0.norm_mlp", False)),
-    ({"wiring": "scmoe_pos3"}, ("blocks.0.norm_attention", False)),
-    ({"wiring": "scmoe_pos2", "moe_every": 1}, ("blocks.0.norm_mlp", True)),
-    ({"wiring": "farskip"}, ("blocks.1.norm_mlp", False)),
+    ({"wiring": "top2", "top_k": 1}, ("blocks.1.norm_mlp", False, "")),
+    ({"wiring": "scmoe_pos1"}, ("blocks.1.norm_attention", False, "")),
+    ({"wiring": "scmoe_pos2"}, ("blocks.0.norm_mlp", False, "")),
+    ({"wiring": "scmoe_pos3"}, ("blocks.0.norm_attention", False, "")),
+    (
+      {"wiring": "scmoe_pos2", "moe_every": 1},
+      ("blocks.0.norm_mlp", True, "blocks.0.norm_attention"),
+    ),
+    (
+      {"wiring": "scmoe_pos2_l0", "num_layers": 4},
+      ("blocks.0.norm_mlp", False, "blocks.1.norm_attention"),
+    ),
+    ({"wiring": "scmoe_pos3", "moe_every": 1}, ("blocks.0.norm_attention", True, "")),
+    ({"wiring": "farskip"}, ("blocks.1.norm_mlp", False, "")),
   ],
 )
 def test_the_shortcut_begins_with_the_norm_of_the_experts(root, source, norm):
@@ -179,7 +188,7 @@ def test_the_shortcut_begins_with_the_norm_of_the_experts(root, source, norm):
   model = dataclasses.replace(run.model, **source).resolve()
   text = "wiring=scmoe_pos1" if source["wiring"] == "farskip" else "wiring=farskip"
   found = plan(text, model, run.router)
-  assert (found.norm, found.norm_of_layer_before) == norm
+  assert (found.norm, found.norm_of_layer_before, found.first_norm) == norm
   assert found.model.top_k == 2  # top2 has two experts a token whatever model.top_k says
   assert found.model.shortcut_norm == "own"
 
@@ -216,6 +225,15 @@ def test_what_cannot_be_fitted(root, argv, words):
     convert.main([*flags, *argv])
   assert "\n" not in str(caught.value)
   assert not (root / "new").exists()
+
+
+def test_a_moe_with_zero_experts_stays_in_its_layer(root):
+  """Zero experts return their input, so the first layer's copy would not be silent."""
+  run = open_run(str(root / "teacher"), 3).run
+  model = dataclasses.replace(run.model, moe_every=1, zero_experts=2).resolve()
+  planned = plan("wiring=scmoe_pos2", model, run.router)
+  assert not planned.moves
+  assert not planned.norm_of_layer_before
 
 
 def test_experts_that_move_read_what_they_read_before(root):

@@ -5,11 +5,12 @@ block, the experts of layer i read the output of layer i - 1's attention, which 
 experts of layer i - 1 read. So every MoE moves to the next layer: its input stays the same, and its
 output is added one attention later. The source's last MoE is dropped. Layer 0 keeps a copy of its
 own MoE whose down projection is zero, so that it adds nothing at first. Under other wirings, or if
-the source has a shared expert, each MoE stays in its layer and reads another value than in the
-source. The norm of the shortcut starts as a copy of the norm before the source's experts. A shared
-expert that the source does not have starts with a down projection of zeros, and its output is added
-with `model.mix=direct`. A source's own shared expert, with its mix, stays as it is. If the source
-has the wiring already, every parameter is a copy.
+the source has a shared expert or zero experts, each MoE stays in its layer and reads another value
+than in the source: zero experts return their input, which no down projection silences. The norm of
+the shortcut starts as a copy of the norm before the source's experts. A shared expert that the
+source does not have starts with a down projection of zeros, and its output is added with
+`model.mix=direct`. A source's own shared expert, with its mix, stays as it is. If the source has
+the wiring already, every parameter is a copy.
 
 From a dense model to a MoE (sparse upcycling, arXiv 2212.05055). Every expert starts as a copy of
 its layer's MLP. Under `topk` with weights that add up to 1, the new model computes the same
@@ -48,6 +49,7 @@ class Upcycling(NamedTuple):
       source.
     norm: name in a unit of the norm that the new `own_norm` copies.
     norm_of_layer_before: whether it is that of the layer before.
+    first_norm: name of the norm of the first unit that its `own_norm` copies instead; "": none.
   """
 
   model: ModelConfig
@@ -56,6 +58,7 @@ class Upcycling(NamedTuple):
   moves: bool = False
   norm: str = ""
   norm_of_layer_before: bool = False
+  first_norm: str = ""
 
 
 def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
@@ -110,6 +113,11 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
     changes["mix"] = "direct"
   if WIRINGS[wiring].is_shortcut and (not old.is_shortcut or model.shortcut_norm == "shared"):
     changes["shortcut_norm"] = "own"
+  if from_dense and model.zero_experts:
+    raise ConfigError(
+      f"--upcycle={text!r}: the source has model.zero_experts={model.zero_experts}, which would "
+      "add their input to the MLP's output; give a dense source with model.zero_experts=0"
+    )
   if from_dense:
     hidden = model.mlp_hidden
     changes["num_experts"] = numbers["experts"]
@@ -124,11 +132,13 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
   new = dataclasses.replace(model, **changes).resolve()
   rule, plain = new.wiring_rule, old.taps == (Tap.CURRENT,)
   handed = rule.taps == (Tap.ATTENTION,) and is_handed_over(Tap.ATTENTION, new.moe_every)
-  # A source's shared expert stays in its layer, so the routed experts beside it stay too.
+  # A source's shared expert stays in its layer, so the routed experts beside it stay too. Zero
+  # experts return their input, so that a first layer with them would not be silent.
   moves = plain and handed and not old.shared_expert and new.num_pairs > 1
+  moves = moves and not new.dense_indices and not new.zero_experts
   norm, older = _norm_before_experts(model)
-  moves = moves and not new.dense_indices
-  return Upcycling(new, router, from_dense, moves, norm, older or moves)
+  first = _norm_of_first_unit(model)
+  return Upcycling(new, router, from_dense, moves, norm, older or moves, first)
 
 
 def _norm_before_experts(model: ModelConfig) -> tuple[str, bool]:
@@ -147,6 +157,20 @@ def _norm_before_experts(model: ModelConfig) -> tuple[str, bool]:
     return f"blocks.{last}.norm_attention", False
   name = "norm_mlp" if tap is Tap.ATTENTION else "norm_attention"
   return f"blocks.{max(last - 1, 0)}.{name}", is_handed_over(tap, model.moe_every)
+
+
+def _norm_of_first_unit(model: ModelConfig) -> str:
+  """The norm through which the experts of the first unit read, if it differs from the others'.
+
+  Only for models without `own_norm`. "": the first unit's experts read as the others do, or the
+  model begins with a dense layer.
+  """
+  last, rule = model.moe_every - 1, model.wiring_rule
+  if 0 in model.dense_indices:
+    return ""
+  handed = rule.taps == (Tap.ATTENTION,) and is_handed_over(Tap.ATTENTION, model.moe_every)
+  # Nothing is handed over to the first unit: its experts read its input, as its attention does.
+  return f"blocks.{last}.norm_attention" if handed or model.opens_apart else ""
 
 
 def fill(
@@ -178,6 +202,12 @@ def fill(
       begun[name] = f"from the layer before; in the first layer {first}"
     elif _same(source.get(name), shape):
       found[name] = source[name]
+    elif (
+      of.from_dense
+      and name.startswith(_EXPERTS)
+      and (mlp + name.removeprefix(_EXPERTS) not in source)
+    ):
+      found[name], begun[name] = _zeros(shape), "zeros: the layer's MLP has no such bias"
     elif of.from_dense and name.startswith(_EXPERTS):
       origin = source[mlp + name.removeprefix(_EXPERTS)]
       silent = shared and name.startswith(_EXPERTS + "down")
@@ -186,8 +216,11 @@ def fill(
     elif name == mlp + "down":
       found[name], begun[name] = _zeros(shape), "zeros, so that it adds nothing at first"
     elif name.startswith(own_norm):
-      origin = source[f"{_UNIT}{of.norm}.{name.removeprefix(own_norm)}"]
+      part = name.removeprefix(own_norm)
+      origin = source[f"{_UNIT}{of.norm}.{part}"]
       found[name] = _moved(origin, shape, 1.0) if of.norm_of_layer_before else origin
+      if of.first_norm:
+        found[name] = _begins_as(found[name], source[f"{_UNIT}{of.first_norm}.{part}"], shape)
       where = " of the layer before" if of.norm_of_layer_before else ""
       begun[name] = f"the norm before the experts{where}"
     elif name.startswith("router."):
@@ -214,6 +247,12 @@ def _moved(origin: Array, shape: Any, first: float) -> Array:
   """Moves slice i of [L, ...] to i + 1 and drops the last; slice 0 becomes `first` times itself."""
   make = lambda x: jnp.concatenate([first * x[:1], x[:-1]]).astype(x.dtype)
   return jax.jit(make, out_shardings=shape.sharding)(origin)
+
+
+def _begins_as(origin: Array, other: Array, shape: Any) -> Array:
+  """[L, ...] with slice 0 of another array of that shape."""
+  make = lambda x, y: jnp.concatenate([y[:1], x[1:]]).astype(x.dtype)
+  return jax.jit(make, out_shardings=shape.sharding)(origin, other)
 
 
 def _repeated(origin: Array, shape: Any, factor: float) -> Array:

@@ -12,7 +12,10 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from scmoe.base.errors import ConfigError
+from scmoe.data.config import DataConfig
+from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass
+from scmoe.parallel.mesh import MeshConfig
 from scmoe.pretrained.families import read_config
 from scmoe.pretrained.imported import import_model
 from scmoe.pretrained.names import tensors
@@ -20,6 +23,7 @@ from scmoe.pretrained.released import open_released
 from scmoe.pretrained.stream import flat, leaves_of, nested
 from scmoe.pretrained.upcycle import fill, plan
 from scmoe.run import build, placement
+from scmoe.run.config import RunConfig
 from scmoe.run.opened import open_run
 from scmoe.training.restore import restore_stored
 
@@ -138,6 +142,54 @@ def test_what_cannot_be_upcycled(text, message, tmp_path):
   with pytest.raises(ConfigError, match=message):
     import_model(str(GOLDEN / "olmoe_a"), tmp_path / "run", upcycle=text)
   assert not (tmp_path / "run").exists()
+
+
+def started(model, request):
+  """Parameters of a random source and of the start that a request makes of it, by dotted name."""
+  source = build.build(run_of_model(model))
+  draw = np.random.default_rng(0).normal
+  leaves = {
+    name: jax.device_put(draw(size=x.shape).astype(x.dtype), x.sharding)
+    for name, x in leaves_of(source).items()
+  }
+  planned = plan(request, source.run.model, source.run.router)
+  built = build.build(open_resolved(source.run, planned.model, planned.router))
+  fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
+  return leaves, *fill(leaves, leaves_of(built), fresh, planned)
+
+
+def run_of_model(model):
+  sizes = {"width": 16, "num_heads": 2, "num_layers": 4, "num_experts": 4, "context": 32,
+           "vocab_size": 64, "mlp_hidden": 24, "dtype": "float32"}  # fmt: skip
+  run = RunConfig(
+    name="source",
+    model=ModelConfig(**{**sizes, **model}),
+    mesh=MeshConfig(data=1, expert=1),
+    data=DataConfig(seq_len=32, document_mask=False),
+  )
+  return run.resolve(num_devices=1, vocab_size=64)
+
+
+@pytest.mark.parametrize(
+  ("wiring", "moe_every", "first"),
+  [("scmoe_pos2", 1, "blocks.0.norm_attention"), ("scmoe_pos2_l0", 2, "blocks.1.norm_attention")],
+)
+def test_the_first_units_shortcut_copies_the_norm_of_its_own_tap(wiring, moe_every, first):
+  model = {"wiring": wiring, "moe_every": moe_every, "style": "llama", "shortcut_norm": "shared"}
+  source, leaves, _ = started(model, "wiring=farskip")
+  unit = "params.stages.units.0."
+  own = np.asarray(leaves[f"{unit}own_norm.scale"])
+  norm = np.asarray(source[f"{unit}blocks.0.norm_mlp.scale"])
+  np.testing.assert_array_equal(own[0], source[f"{unit}{first}.scale"][0])
+  np.testing.assert_array_equal(own[1:], norm[:-1] if moe_every == 1 else norm[1:])
+
+
+def test_biases_of_experts_that_the_dense_model_lacks_begin_at_zero():
+  model = {"wiring": "dense", "style": "llama", "expert_bias": True}
+  _, leaves, begun = started(model, "experts=4,top_k=2")
+  name = "params.stages.moe.experts.up_bias"
+  assert not np.asarray(leaves[name]).any()
+  assert begun[name] == "zeros: the layer's MLP has no such bias"
 
 
 def test_a_shared_expert_has_to_stay(tmp_path):

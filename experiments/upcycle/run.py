@@ -195,7 +195,8 @@ class Study:
   def begin(self, wiring: str) -> None:
     """Makes the start of a wiring, and reads its held-out loss."""
     start = self.folder / f"start-{wiring}"
-    if not any((start / "checkpoints").glob("[0-9]*")):  # a cut may leave a part of it
+    if not has_step(start):
+      shutil.rmtree(start, ignore_errors=True)  # a cut may leave a part of it
       source = f"--from={self.folder / 'teacher'}"
       self.call(["scmoe.convert", source, f"--workdir={start}", f"--upcycle=wiring={wiring}"])
     if wiring not in self.result["starts"]:
@@ -213,8 +214,12 @@ class Study:
     """Trains one student from the start of its wiring, and writes its recovery curve."""
     name = f"{wiring}-{way}-{seed}"
     workdir, start = self.folder / name, self.folder / f"start-{wiring}"
-    if not (workdir / "checkpoints").exists():
-      shutil.copytree(start, workdir, dirs_exist_ok=True)
+    if not has_step(workdir):
+      partial = self.folder / f".{name}.partial"
+      for left in (workdir, partial):  # a cut may leave a part of either
+        shutil.rmtree(left, ignore_errors=True)
+      shutil.copytree(start, partial)
+      partial.rename(workdir)
     fields = {f"train.{option}": value for option, value in WAYS[way].items()}
     if fields:
       fields["train.teacher"] = str(self.folder / "teacher")
@@ -238,6 +243,11 @@ class Study:
     self.call(["scmoe.profile", *given, f"--workdir={self.folder / 'profile'}"])
     sizes = ["--batch=8", f"--prompt_tokens={context // 2}", "--max_new_tokens=8", "--rounds=9"]
     self.call(["scmoe.generate", "--benchmark", *given, *sizes])
+
+
+def has_step(workdir: Path) -> bool:
+  """Whether a folder holds a whole checkpoint; one that is being written has a longer name."""
+  return any(path.name.isdigit() for path in (workdir / "checkpoints").glob("*"))
 
 
 def records(workdir: Path, kind: str) -> list[dict[str, Any]]:

@@ -372,7 +372,8 @@ class Supervisor:
       return code
     if self.asked:
       self.tell(asks=LEAVE)
-      return code
+      # The signal ends a command that has not begun to train: nothing is lost.
+      return Preempted.code if code == 128 + signal.SIGTERM else code
     if code != Preempted.code:
       # A stuck collective ends a command because of another host.
       own = code != WATCHDOG_EXIT

@@ -339,6 +339,14 @@ def test_one_that_is_told_to_stop_leaves_and_the_others_go_on(site):
   assert site.training == [0, 2, 3]
 
 
+def test_one_that_is_told_to_stop_while_its_command_starts_may_be_requeued(site):
+  site.members[1].asked = True
+  site.passes(1)
+  site.end(-signal.SIGTERM, 1)
+  site.passes(1)
+  assert site.codes == {1: 75}
+
+
 def test_all_that_are_told_to_stop_end(site):
   for member in site.members.values():
     member.asked = True

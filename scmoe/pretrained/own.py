@@ -39,7 +39,8 @@ def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
 
   Raises:
     ConfigError: the model reads images, experts or gate are the user's own code, experts take turns
-      (`router.compat.uniform`), or `CODE` does not compute an option.
+      (`router.compat.uniform`), each of several tasks has a gate, or `CODE` does not compute an
+      option.
   """
   named = to_dict(RunConfig(model=model, router=router))
   for field in ("model.experts", "router.gate"):
@@ -54,6 +55,10 @@ def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
     raise ConfigError(
       "router.compat.uniform=True gives experts their tokens in turn, so a token's experts depend "
       "on its place in the batch; such a model cannot be written"
+    )
+  if router.tasks:
+    raise ConfigError(
+      f"router.tasks={router.tasks}: a folder holds one task's gates; choose a task (--task)"
     )
   if rare := next((name for name in _UNWRITTEN if getattr(model, name)), None):
     raise ConfigError(

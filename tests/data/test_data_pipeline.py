@@ -136,7 +136,7 @@ def test_the_order_of_validation_is_that_of_the_hashes(monkeypatch):
   for size in (3, 64, 1 << 16):
     monkeypatch.setattr(pipeline, "_HASHED", size)
     for count in (0, 1, 64, 200):
-      assert pipeline._shuffled(range(7, 7 + count)).tolist() == [
+      assert pipeline.shuffled(range(7, 7 + count)).tolist() == [
         7 + i for i in sorted(range(count), key=hashed)
       ]
 

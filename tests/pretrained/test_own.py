@@ -61,11 +61,17 @@ NO_PART = {
   "router.bias_rate", "router.bias_proportional", "router.bias_derivative", "router.real_experts",
   "router.compat.order", "router.compat.jitter", "router.compat.round_to",
 }  # fmt: skip
-REFUSED = {"model.experts", "model.architecture", "router.compat.uniform", "model.nope_layers",
-           "model.attention_chunk", "model.attention_temperature",
+REFUSED = {"model.experts", "model.architecture", "router.compat.uniform", "router.tasks",
+           "model.nope_layers", "model.attention_chunk", "model.attention_temperature",
            "model.attention_temperature_floor"}  # fmt: skip
 DERIVED = {"model.wiring", "model.top_k", "model.dense_layers", "model.rope_theta",
            "model.attention_multiplier", "model.full_attention_layers"}  # fmt: skip
+
+
+def test_gates_of_several_tasks_are_refused():
+  model = ModelConfig(vocab_size=VOCAB).resolve()
+  with pytest.raises(ConfigError, match=r"^router\.tasks=2: a folder holds one task's gates"):
+    own.write(model, RouterConfig(tasks=2))
 
 
 def test_the_code_reads_every_option_that_changes_the_function():

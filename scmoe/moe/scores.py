@@ -169,7 +169,7 @@ def score(
   mask_T: Array | None,
   training: Draws | None,
 ) -> Scores:
-  """Runs the gate on the tokens, with jitter and noise if both `config` and `training` have them.
+  """Runs the gate on the tokens, with jitter, and with noise, that `config` and `training` have.
 
   Jitter multiplies the tokens that the gate reads; noise is added to the gate's logits. A gate with
   a method `top_k` also finds the k best experts, unless noise is added. The gate reads zeros for

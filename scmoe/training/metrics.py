@@ -37,7 +37,12 @@ class Sink(Protocol):
   """A place for scalars besides metrics.jsonl, e.g. `TensorBoard`."""
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
-    """Stores the scalars of a step."""
+    """Stores the values of a step that are finite numbers.
+
+    Args:
+      step: its number.
+      scalars: values by name, such as `train/loss`; some may be lists, infinite or NaN.
+    """
     ...
 
   def close(self) -> None:

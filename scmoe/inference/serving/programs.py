@@ -38,7 +38,7 @@ _ROWS = P(TOKEN_AXES)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """Pieces of prompts, one in each row; rows without one have `count_R` 0.
+  """Pieces of prompts, at most one in each row; `count_R` is 0 for a row without one.
 
   Attributes:
     tokens_RC: int32, padded on the right.

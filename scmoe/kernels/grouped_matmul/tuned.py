@@ -80,7 +80,8 @@ def use(device_kind: str, found: Table) -> None:
 def stored(device_kind: str) -> Table:
   """The content of a kind of device's file; {} without a file, {} and a warning for a bad one."""
   file = file_of(device_kind)
-  if not file.is_absolute():  # there is no home folder; `keep` refuses to write then
+  # The path is relative without a home folder, or if XDG_CACHE_HOME is; `keep` refuses to write.
+  if not file.is_absolute():
     return {}
   try:
     return parsed(read_text(file, _MOST), device_kind)
@@ -95,11 +96,14 @@ def keep(device_kind: str, found: Table) -> Path:
   """Adds measurements to the file, lets this process use the file's table; returns the file's path.
 
   Raises:
-    StorageError: there is no home folder, or the file cannot be written; it keeps its old content.
+    StorageError: there is no home folder and no absolute XDG_CACHE_HOME, or the file cannot be
+      written; it keeps its old content.
   """
   file, merged = file_of(device_kind), stored(device_kind) | found
   if not file.is_absolute():
-    raise StorageError("there is no home folder to keep tilings in; set XDG_CACHE_HOME")
+    raise StorageError(
+      f"tilings cannot be kept in {file}, which is no absolute path; set XDG_CACHE_HOME to one"
+    )
   partial = file.with_name(f".{file.name}.{os.getpid()}")
   try:
     file.parent.mkdir(parents=True, exist_ok=True)

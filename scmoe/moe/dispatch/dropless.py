@@ -191,7 +191,7 @@ class Dropless:
     return self._added_up(sent, back)
 
   def _added_up(self, sent: Dispatched, back: list[Array]) -> Array:
-    """The output [T, D]: the weighted sums of the chunks' outputs and the overflow rounds' part.
+    """Weights the outputs in all chunks, adds them up and adds the overflow rounds' part: [T, D].
 
     Args:
       sent: the result of `dispatch`.

@@ -20,15 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import ConfigError, StorageError, run_main
 from scmoe.base.output import warn
 from scmoe.base.stored import write_json
-from scmoe.data import DataConfig
 from scmoe.data.packages import need
-from scmoe.data.tokenizers import TOKENIZER
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run import placement
 from scmoe.run.command_line import (
@@ -45,10 +42,11 @@ from scmoe.run.command_line import (
 from scmoe.run.config import RunConfig
 from scmoe.run.effects import check_typed
 from scmoe.run.fields import with_field
-from scmoe.run.modality import modality_of
+from scmoe.run.modality import modality_of, with_other_data
 from scmoe.run.multitask import OfTask, of_task
 from scmoe.run.opened import OpenRun, Stored, open_folder, open_model, open_run
 from scmoe.run.programs import user_programs
+from scmoe.run.text import with_tokenizer
 from scmoe.training.restore import with_newest
 
 # Fields of the stored configuration that evaluation may change: none of them changes a parameter.
@@ -264,21 +262,11 @@ def with_changes(run: RunConfig, changed: Mapping[str, str]) -> RunConfig:
   if not changed:
     return run
   if any(name in DATA for name in changed):
-    # The stored validation fraction splits the training data; other data are evaluated entirely.
-    fresh = {"source": modality_of(run).path_source, "path": "", "mixture": ""}
-    other = dataclasses.replace(run.data, **fresh, validation_fraction=0)
-    run = dataclasses.replace(run, data=other)
+    run = with_other_data(run)
   for name, text in changed.items():
     run = with_field(run, name, text)
   check_typed(run, changed)
   return run.resolve(num_devices=max(run.mesh.size, 1), vocab_size=run.model.vocab_size)
-
-
-def with_tokenizer(data: DataConfig, workdir: str) -> DataConfig:
-  """The data section with the tokenizer that was stored with the run."""
-  if data.tokenizer == "bytes":
-    return data
-  return dataclasses.replace(data, tokenizer=str(Path(workdir) / TOKENIZER))
 
 
 def table(figures: dict[str, Any]) -> str:

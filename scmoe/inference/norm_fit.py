@@ -23,7 +23,6 @@ from jaxtyping import Float
 
 from scmoe.base.batch import Batch
 from scmoe.blocks.pair import BlockPair
-from scmoe.blocks.unit import times
 from scmoe.blocks.walk import Context
 from scmoe.inference.listening import Listener
 from scmoe.models.gpt import GPT
@@ -96,8 +95,7 @@ def _sums(source: GPT, model: GPT, router: Any, batch: Batch) -> dict[str, Array
   z is the new norm's output before scale and bias; y is what the source's experts read.
   """
   config, mask_BS = source.config, batch.segment_ids > 0
-  h_BSD = source.embedding(batch.inputs, batch.positions, jnp.dtype(config.dtype))
-  h_BSD = times(h_BSD, config.embedding_multiplier)
+  h_BSD = source.embedded(batch.inputs, batch.positions)
   segments_BS = batch.segment_ids if config.document_mask else None
   handed: list[Any] = [None, None]
   found: list[dict[str, Array]] = []

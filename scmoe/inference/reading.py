@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from scmoe.base.batch import Batch, ImageBatch
-from scmoe.blocks.unit import times
 from scmoe.models.gpt import GPT
 from scmoe.models.trunk import Trunk
 from scmoe.models.vision.model import VisionModel, pixels
@@ -82,11 +81,9 @@ class ReadText:
 
   def begin(self, model: GPT, batch: Batch) -> Begun:
     """Embeds tokens; padding (segment 0) does not count. A batch without domains has domain 0."""
-    h_BSD = model.embedding(batch.inputs, batch.positions, jnp.dtype(model.config.dtype))
-    h_BSD = times(h_BSD, model.config.embedding_multiplier)
     rows = batch.inputs.shape[0]
     return Begun(
-      h_BSD,
+      model.embedded(batch.inputs, batch.positions),
       batch.positions,
       batch.segment_ids if model.config.document_mask else None,
       batch.segment_ids > 0,

@@ -113,6 +113,12 @@ class GPT(Trunk):
           f"{config.vocab_size - 1}"
         )
 
+  def embedded(self, tokens_BS: Int[Array, "B S"], positions_BS: Array) -> Float[Array, "B S D"]:
+    """The residual stream in front of the first pair, in `model.dtype`."""
+    config = self.config
+    h_BSD = self.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype))
+    return times(h_BSD, config.embedding_multiplier)
+
   def gates_of(self, batch: Batch, turn: int | Array = 0) -> int | Array:
     """`Pass.gate` for a batch: with `router.tasks` the task of each row, else `turn`.
 
@@ -172,8 +178,7 @@ def route(
     segments_BS = one.segments_BS if config.document_mask else None
     contexts.append(context_of(shared, one, positions_BS, segments_BS))
     with jax.named_scope("embedding"):
-      h_BSD = own.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype))
-      starts.append(times(h_BSD, config.embedding_multiplier))
+      starts.append(own.embedded(tokens_BS, positions_BS))
   outs = yield Leg(models, starts, contexts, given)
   return [
     dataclasses.replace(out, h_BSD=times(own.norm(out.h_BSD), 1 / config.logits_scaling))

@@ -53,7 +53,7 @@ def placing(text: str) -> Placing:
   Raises:
     ConfigError: the text has another form.
   """
-  given = _parsed("place", text, ("devices", "by", "batches"), "devices=4 or devices=4,by=affinity")
+  given = parsed("place", text, ("devices", "by", "batches"), "devices=4 or devices=4,by=affinity")
   asked = Placing(
     _number("place", given, "devices"),
     _word("place", given, OBJECTIVES, "balance"),
@@ -74,7 +74,7 @@ def pruning(text: str) -> Pruning:
     ConfigError: the text has another form, or names a key that its score does not read.
   """
   keys = ("keep", "by", "batches", "seed")
-  given = _parsed("prune", text, keys, "keep=4 or keep=0.5,by=use")
+  given = parsed("prune", text, keys, "keep=4 or keep=0.5,by=use")
   score = _word("prune", given, SCORES, "router_norm")
   for key, reader in (("batches", "use"), ("seed", "random")):
     if key in given and score != reader:
@@ -151,7 +151,7 @@ def check_experts(flag: str, run: RunConfig) -> None:
     )
 
 
-def _parsed(flag: str, text: str, keys: Sequence[str], example: str) -> dict[str, str]:
+def parsed(flag: str, text: str, keys: Sequence[str], example: str) -> dict[str, str]:
   """The text as a mapping.
 
   Raises:

@@ -33,6 +33,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.blocks.wiring import WIRINGS, Tap, is_handed_over
 from scmoe.models.config import ModelConfig
 from scmoe.moe.options import RouterConfig
+from scmoe.pretrained.requests import parsed
 
 _KEYS = ("wiring", "experts", "top_k")
 _UNIT, _MOE = "params.stages.units.0.", "params.stages.moe."
@@ -71,16 +72,7 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
   Raises:
     ConfigError: the text has another form, or does not fit the source.
   """
-  parts = [part.partition("=") for part in text.split(",")]
-  given = {key.strip(): value.strip() for key, _, value in parts}
-  unknown = next((name for name in given if name not in _KEYS), None)
-  if len(given) < len(parts):
-    raise ConfigError(f"--upcycle={text!r} names a key twice; give each once")
-  if unknown is not None or not all(given.values()):
-    raise ConfigError(
-      f"--upcycle={text!r} has {unknown or 'a key without a value'}; write wiring=WIRING, "
-      "experts=N, top_k=K, or several of them with commas"
-    )
+  given = parsed("upcycle", text, _KEYS, "wiring=scmoe_pos2 or experts=8,top_k=2")
   numbers = {}
   for name in ("experts", "top_k"):
     if name in given:

@@ -6,6 +6,7 @@ optimizer, checkpoints, loop) knows none of them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,6 +112,20 @@ def modality_of(run: RunConfig) -> Modality:
   if run.multitask.names:
     return TASKS
   return IMAGES if run.model.reads_images else TEXT
+
+
+def with_other_data(run: RunConfig, path: str = "") -> RunConfig:
+  """A stored run that reads other data than those it was trained on, all of them for validation.
+
+  `data.validation_fraction` is 0, since the stored one splits the training data.
+
+  Args:
+    run: of text or images.
+    path: the new `data.path`; its kind is found as `Modality.path_source` says.
+  """
+  fresh = {"source": modality_of(run).path_source, "path": path, "mixture": ""}
+  data = dataclasses.replace(run.data, **fresh, validation_fraction=0)
+  return dataclasses.replace(run, data=data)
 
 
 def needs_text(run: RunConfig, command: str) -> None:

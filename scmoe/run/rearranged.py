@@ -19,7 +19,6 @@ import numpy as np
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
 from scmoe.base.stored import write_json
-from scmoe.data.tokenizers import TOKENIZER
 from scmoe.inference.placement.choices import Choices, record
 from scmoe.inference.placement.devices import check_devices, order_of, place
 from scmoe.inference.placement.rows import Rows, rows_of
@@ -32,10 +31,10 @@ from scmoe.pretrained.taken import gate_norms, take
 from scmoe.run import build, placement
 from scmoe.run.adapters import restore_weights
 from scmoe.run.config import RunConfig
-from scmoe.run.modality import modality_of
+from scmoe.run.modality import modality_of, with_other_data
 from scmoe.run.opened import Stored, open_run, weights_of
 from scmoe.run.successor import check_source, successor, write_successor
-from scmoe.run.text import load_tokenizer
+from scmoe.run.text import load_tokenizer, with_tokenizer
 from scmoe.training.restore import with_newest
 
 PLACED, PRUNED = "placement.json", "pruning.json"  # in the new run's folder: what was done
@@ -259,12 +258,8 @@ def choices_of(source: Source, stored: Stored, batches: int) -> Choices:
   built = build.build(placement.with_capacity_groups_of(single, stored.run))
   run, elsewhere = built.run, bool(source.text)
   if elsewhere:
-    kind = modality_of(run)
-    fresh = {"source": kind.path_source, "path": source.text, "mixture": ""}
-    if run.data.tokenizer != "bytes":
-      fresh["tokenizer"] = str(source.folder / TOKENIZER)
-    data = dataclasses.replace(run.data, **fresh, validation_fraction=0)
-    run = dataclasses.replace(run, data=data)
+    run = with_other_data(run, source.text)
+    run = dataclasses.replace(run, data=with_tokenizer(run.data, source.folder))
   data = modality_of(run).open_data(run, evaluated=elsewhere)
   state = weights_of(source.folder, stored.run, built, stored.step, source.ema)
   like = {"params": built.shapes} | ({"router": built.router_shapes} if built.router_shapes else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, StorageError
 from scmoe.base.stored import StoredError, read_text
 from scmoe.blocks.options import OverlapConfig
-from scmoe.data import Data, Tokenizer, bigram_bits_per_byte, check_vocab, open_data
+from scmoe.data import Data, DataConfig, Tokenizer, bigram_bits_per_byte, check_vocab, open_data
 from scmoe.data.conventions import FILE, conventions_beside
 from scmoe.data.tokenizers import TOKENIZER, ByteTokenizer, JsonTokenizer
 from scmoe.inference.decode import generate
@@ -171,6 +172,13 @@ def store_tokenizer(tokenizer: Tokenizer, workdir: Path) -> None:
     tokenizer.write(path.parent)
   except OSError as error:
     raise StorageError(f"{path} cannot be written: {error}") from None
+
+
+def with_tokenizer(data: DataConfig, workdir: str | Path) -> DataConfig:
+  """The data section with the tokenizer that was stored with the run."""
+  if data.tokenizer == "bytes":
+    return data
+  return dataclasses.replace(data, tokenizer=str(Path(workdir) / TOKENIZER))
 
 
 def load_tokenizer(run: RunConfig, workdir: str) -> Tokenizer:

@@ -19,7 +19,6 @@ from jax import Array
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import number
 from scmoe.data import Tokenizer
-from scmoe.data.tokenizers import TOKENIZER
 from scmoe.inference.norm_fit import FittedNorm, fit_norms
 from scmoe.models.flops import count_parameters
 from scmoe.pretrained.imported import check_new, new_run, said_of, upcycled
@@ -28,10 +27,10 @@ from scmoe.pretrained.stream import nested
 from scmoe.pretrained.upcycle import Upcycling, plan
 from scmoe.run import build, placement
 from scmoe.run.config import RunConfig
-from scmoe.run.modality import modality_of
+from scmoe.run.modality import modality_of, with_other_data
 from scmoe.run.opened import Stored, open_run, weights_of
 from scmoe.run.successor import check_source, successor, write_successor
-from scmoe.run.text import load_tokenizer
+from scmoe.run.text import load_tokenizer, with_tokenizer
 from scmoe.training.restore import FOLDER, list_steps, with_newest
 
 _OWN_NORM = "params.stages.units.0.own_norm."
@@ -188,10 +187,8 @@ def _fitted(
     source, new: the two models, and their parameters and router state by dotted name.
   """
   run = source[0].run
-  data = dataclasses.replace(run.data, source="auto", path=fit.text, mixture="") if fit.text else (
-    run.data)  # fmt: skip
-  if data.tokenizer != "bytes":
-    data = dataclasses.replace(data, tokenizer=str(path / TOKENIZER))
+  run = with_other_data(run, fit.text) if fit.text else run
+  data = with_tokenizer(run.data, path)
   rows = min(run.train.batch_size, fit.sequences)
   train = dataclasses.replace(run.train, batch_size=rows)
   batches = modality_of(run).open_data(dataclasses.replace(run, data=data, train=train)).train()

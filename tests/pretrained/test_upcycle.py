@@ -134,9 +134,9 @@ def test_farskip_keeps_every_weight():
   ("experts=8", "has experts already: leave experts"),
   ("experts=x", "experts='x' is not a number of experts"),
   ("experts=" + "9" * 5000, "is not a number of experts"),
-  ("wiring=farskip,wiring=topk", "names a key twice; give each once"),
-  ("layers=3", "has layers; write wiring=WIRING"),
-  ("wiring", "a key without a value"),
+  ("wiring=farskip,wiring=topk", "has 'wiring=topk'; write KEY=VALUE, each KEY once"),
+  ("layers=3", "has 'layers=3'; write KEY=VALUE, each KEY once, with a KEY of: "),
+  ("wiring", "has 'wiring'; write KEY=VALUE"),
 ])  # fmt: skip
 def test_what_cannot_be_upcycled(text, message, tmp_path):
   with pytest.raises(ConfigError, match=message):

@@ -3,8 +3,9 @@
 The scores of all tokens for a whole vocabulary are the largest array of many models: 8,192 tokens
 and a vocabulary of 50,304 make 1.5 GiB in float32, and reading and writing them takes as long as
 the products themselves. Here the losses of a chunk of tokens, and in training its gradient, are
-computed before the scores of the next chunk are made. Scores take at most 1 GiB, however many
-tokens and however large a vocabulary; the weight's gradient is added up in one float32 array.
+computed before the scores of the next chunk are made. So the scores that exist at a time take about
+1 GiB at most, however many tokens there are; the weight's gradient is added up in one float32
+array.
 
 The gradient of a sum of losses depends on later computation only by one factor. So the forward pass
 computes it without that factor and the backward pass multiplies: the scores are computed once and
@@ -13,7 +14,7 @@ never kept.
 A teacher's scores (`taught_losses`) are computed and used in the same chunks.
 
 If several devices share the vocabulary (Megatron-LM's vocabulary-parallel cross-entropy), three
-small collectives a chunk replace a gather of the scores.
+small collectives a chunk replace a gather of the scores, or seven with a teacher.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jaxtyping import Float, Int
 from scmoe.parallel.collectives import largest, total
 from scmoe.parallel.mesh import axis_index, axis_size
 
-CHUNK_SCORES = 2**28  # scores of a chunk: 1 GiB in float32
+CHUNK_SCORES = 2**28  # at most about so many scores in a chunk: 1 GiB in float32
 CHUNK_TOKENS = 128  # a chunk has a multiple of this
 
 
@@ -139,7 +140,7 @@ summed_and_each.defvjp(_summed_fwd, _summed_bwd)
 
 @dataclasses.dataclass(frozen=True)
 class Teaching:
-  """How much a teacher counts, and the layout of both output weights.
+  """How a teacher's scores enter the loss, and the layout of both models' output weights.
 
   Attributes:
     share: weight of the divergence in the loss, from 0 to 1; the rest is cross-entropy.
@@ -338,9 +339,15 @@ def _first_token(own: int) -> Any:
 def _over_chunks(
   chunk: Callable[[Any, Any], tuple[Any, Any]], start: Any, arrays: Any, own: int
 ) -> tuple[Any, Any]:
-  """`lax.scan` of a function over chunks of tokens.
+  """`lax.scan` of a function over chunks of tokens; one call if all tokens fit in one chunk.
 
   Zeros, tokens of weight 0, fill the last chunk up; the results are cut to the number of tokens.
+
+  Args:
+    chunk: (carry, arrays of one chunk) -> (carry, results with an entry for each token).
+    start: the first carry.
+    arrays: a tree of arrays whose first dimension is the tokens.
+    own: number of scores that `chunk` makes for each token.
   """
   tokens = len(jax.tree.leaves(arrays)[0])
   count = -(-tokens * own // CHUNK_SCORES)

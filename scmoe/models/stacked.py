@@ -28,7 +28,8 @@ class Apart:
 
   Attributes:
     parts: for each layer an array, or an object in place of one (`scmoe.offload.memory.Int8` or
-      `OnDisk`).
+      `OnDisk`). The arrays have no dimension of layers if `split_layers` made them, and one of
+      size 1 in the training state (`scmoe.training.host_state`).
   """
 
   parts: tuple[Any, ...]

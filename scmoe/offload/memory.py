@@ -85,7 +85,10 @@ def quantised(matrix: Any, dtype: Any) -> Int8:
 
 
 def on_device(params: Any) -> Any:
-  """Copies parameters to the device's memory, and converts 8-bit ones to their computing type."""
+  """Copies parameters to the device's memory, and makes matrices of 8-bit ones and those on disk.
+
+  The matrices have the types in which they compute.
+  """
   there = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), params)
   return multiplied_out(there)
 

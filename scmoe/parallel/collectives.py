@@ -61,10 +61,11 @@ NAMES = (
   "parameters",  # gathers of parameters of which data ranks hold shares
   "sequence",  # attention's queries, keys, values, results and gradients, between the devices that
   # divide rows, and the documents of the rows' tokens
-  "tensor",  # sums over the tensor axis: row-parallel products, vocabulary-parallel loss
+  "tensor",  # sums, maxima and gathers over the tensor axis: row-parallel products, gradients of
+  # column-parallel ones, vocabulary-parallel embedding, scores and loss
   "gradients",  # sums of gradients over the devices that hold the same parameter, their norm, and
   # gathers of matrices that Muon needs whole
-  "statistics",  # sums of the loss and of a step's metrics
+  "statistics",  # sums of the loss and of the figures of a step or an evaluation
 )
 
 # JAX's backward pass of a sum over devices is another sum over devices. If all devices compute the
@@ -199,7 +200,10 @@ def waiting(values: dict[int, Any]) -> Iterator[None]:
 
 
 def wait(x: Array, chunk: int) -> Array:
-  """x, the rows that a chunk sends, behind a barrier with the arrays that `waiting` gives it."""
+  """x, the rows that a chunk sends, behind a barrier with the arrays that the chunk waits for.
+
+  These are the arrays of `waiting`; if it gives this chunk none, x has no barrier.
+  """
   waits = _WAITS.get()
   if waits is not None and chunk in waits:
     x, waits[chunk] = barrier((x, waits[chunk]))

@@ -3,7 +3,8 @@
 A parameter's PartitionSpec says which devices those are. On a mesh of data=2 x expert=2, the weight
 of a norm, `P()`, is on all four devices: its gradients are summed over both axes. An expert's
 weight, `P("expert")`, is on the two devices with the same index on the expert axis: its gradients
-are summed over the data axis only.
+are summed over the data axis only. Devices that differ on the tensor axis alone see the same tokens
+and have the same gradient already, so nothing is summed over that axis.
 
 `scmoe.models.gradient_sums` decides when the sums are made.
 """
@@ -21,11 +22,15 @@ from scmoe.parallel.mesh import AXES, TOKEN_AXES, axis_size
 
 PyTree = Any
 
-STACKED = 32  # `global_norm` reads an array of at most this many layers one layer at a time
+# `global_norm` reads an array of more than two dimensions slice by slice along its first, for
+# example layer by layer, if there are at most this many slices.
+STACKED = 32
 
 
 def reduce_gradients(grads: PyTree, specs: PyTree, dtype: str = "float32") -> PyTree:
-  """Sums gradients over all devices that hold the same parameter, after the backward pass.
+  """Sums gradients over the devices that hold the same parameter and have other tokens.
+
+  The sums are made after the whole backward pass.
 
   Args:
     grads: the gradients from this device's tokens, for its shares of the parameters, in any dtype.
@@ -54,7 +59,11 @@ def sum_over_devices(grad: Array, axes: tuple[str, ...], dtype: str) -> Array:
 
 
 def travels_over(spec: P) -> tuple[str, ...]:
-  """Mesh axes over which a parameter's gradients are summed; () if no other device holds it."""
+  """Mesh axes over which a parameter's gradients are summed.
+
+  They are the axes whose devices have different tokens and the same part of the parameter; () if
+  there is no such axis with more than one device.
+  """
   split = axes_of(spec)
   return tuple(axis for axis in TOKEN_AXES if axis not in split and axis_size(axis) > 1)
 

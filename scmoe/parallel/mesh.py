@@ -39,7 +39,8 @@ SEQUENCE_AXES = ("sequence_ring", "sequence_heads")
 # Devices with different indices on one of these axes have different tokens.
 TOKEN_AXES = (*BATCH_AXES, *SEQUENCE_AXES)
 
-# Logical dimension of a parameter or activation -> mesh axis. The only such table.
+# Logical dimension of a parameter or activation -> the mesh axis, or axes, that divide it; None: no
+# axis. The only such table.
 LOGICAL_TO_MESH: dict[str | None, Any] = {
   None: None,
   "batch": BATCH_AXES,
@@ -67,7 +68,8 @@ class MeshConfig(Options, path="mesh"):
   """Sizes of the mesh axes, and how the state and attention are divided over the devices.
 
   The product of the sizes is the number of devices used. The other options say how attention
-  crosses the sequence axis, what the ranks of the data axis share, and in which memory moments lie.
+  crosses the sequence axis, what the ranks of the data axis share and how they gather it, and in
+  which memory moments lie.
   """
 
   data: int = option(-1, "devices on the data axis; -1 takes all that the others leave", minimum=-1)
@@ -129,7 +131,8 @@ class MeshConfig(Options, path="mesh"):
     """The same options, with a number in place of `data` = -1, for `num_devices` devices.
 
     Raises:
-      ConfigError: an axis is 0, or the product does not fit the number of devices.
+      ConfigError: `data` is 0; or `data` is -1 and the product of the other sizes does not divide
+        `num_devices`; or the product of all sizes is larger than `num_devices`.
     """
     if self.data == 0:
       raise ConfigError("mesh.data=0 has no devices; use -1 for all that the other axes leave")

@@ -13,8 +13,9 @@ PartitionSpec is `P(None, ("expert", "data"))`.
 
 Why the first dimension: the shares of all ranks, one after the other, are then the whole array, so
 that no collective has to transpose. Why never the dimension of the layers: each layer is gathered
-by itself. An array without such a dimension stays whole on every rank: nothing is padded, so
-parameters keep their logical shape on every mesh, and checkpoints move between meshes.
+by itself. An array without a dimension that the ranks can divide evenly stays whole on every rank:
+nothing is padded, so parameters keep their logical shape on every mesh, and checkpoints move
+between meshes.
 
 `StateShares` is the only description of these shares. The step, the checkpoint and the dry run read
 it.
@@ -40,7 +41,8 @@ PyTree = Any
 
 # The mesh axis whose ranks share state.
 AXIS = "data"
-# In place of the number of a divided dimension, which is below 0: every rank holds the whole array.
+# Stands where else the number of the divided dimension stands (-1 is the last): every rank holds
+# the whole array.
 WHOLE = 0
 # The name of gathered parameters, by which rematerialisation decides whether to keep them.
 GATHERED = "gathered"
@@ -137,8 +139,8 @@ def share_dimension(shape: Sequence[int], leading: int, ranks: int) -> int:
     ranks: number of ranks on the data axis.
 
   Returns:
-    The dimension as a negative index; `WHOLE` if `ranks` divides no size, or is 1. Example: the
-    shape (16, 7, 2048, 1024) with `leading` 1 and 2 ranks gives -2, the 2048.
+    The dimension as a negative index; `WHOLE` if `ranks` is 1, or divides no size after the leading
+    ones. Example: the shape (16, 7, 2048, 1024) with `leading` 1 and 2 ranks gives -2, the 2048.
   """
   if ranks == 1:
     return WHOLE
@@ -180,7 +182,7 @@ def share_spec(spec: P, dimension: int) -> P:
 def stored_specs(state: PyTree) -> PyTree:
   """PartitionSpecs of a tree of `nnx.Param`s, as `parameter_specs`; values may be `Share`s.
 
-  A `Share` gets the spec of its array divided over the data axis.
+  A `Share` stays a `Share`; its value is the spec of the share, which the data axis divides, too.
   """
   divide = lambda x: (
     dataclasses.replace(x, value=share_spec(x.value, x.dimension)) if is_share(x) else x

@@ -21,9 +21,10 @@ _WORTH = 0.1
 def kept_programs(folder: Path) -> Iterator[None]:
   """While the context lasts, jax keeps compiled programs in `folder`, unless the user set a cache.
 
-  A later start reads them there instead of compiling. The user's cache is that of
-  `JAX_COMPILATION_CACHE_DIR`; if there is one, nothing is changed. Programs for CPUs use the
-  instructions of this processor, so each kind of processor has a folder of its own in `folder`.
+  A later start reads them there instead of compiling. A user sets a cache with
+  JAX_COMPILATION_CACHE_DIR or jax's option of that name; then nothing is changed. Programs for CPUs
+  use the instructions of this processor, so each kind of processor has a folder of its own in
+  `folder`.
   """
   if getattr(jax.config, CACHE) is not None:
     yield

@@ -16,9 +16,9 @@ from scmoe.training.distributed import from_all_processes, is_first
 from scmoe.training.variants import Variant
 
 SCHEDULE = "schedule.json"
-# A kept decision holds for the same devices, number of processes and jax version, and for the same
-# values of the sections SECTIONS, of the fields FIELDS of `train`, and of `data.seq_len`. Other
-# settings hardly change which candidate is the fastest.
+# A kept decision holds for the same number and kind of devices, number of processes and jax
+# version, and for the same values of the sections SECTIONS, of the fields FIELDS of `train`, and of
+# `data.seq_len`. Other settings hardly change which candidate is the fastest.
 SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
 FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 

@@ -64,7 +64,7 @@ def write_replay(
 
 
 def not_finite(step: int, values: Mapping[str, Any], built: Trainable, left: str) -> NonFiniteError:
-  """The error that ends the run after a spike or too many skipped steps in a row.
+  """The error of a run that a spike (`train.spike_action=stop`) or skipped steps in a row end.
 
   Args:
     step: number of the last step.

@@ -28,7 +28,9 @@ PyTree = Any
 
 
 def laid_out(params: PyTree, opt_state: PyTree, tx: optax.GradientTransformation) -> Any:
-  """(parameters, optimizer's state) of which moments and lower halves lie in the host's memory.
+  """(parameters, optimizer's state) with moments and lower halves placed in the host's memory.
+
+  Each of these that belongs to a stack becomes an `Apart`.
 
   Args:
     params, opt_state: `jax.ShapeDtypeStruct`s with NamedShardings, stacks whole.

@@ -224,6 +224,7 @@ class Run:
   def start(self) -> None:
     """Restores the newest valid checkpoint, or initialises; writes config and card; opens outputs.
 
+    A run without a checkpoint begins with fresh parameters, or with those of `Trainer.warm_start`.
     A run that finds a checkpoint of weights alone begins at step 0 with these weights. If the
     restored step was due for an evaluation that metrics.jsonl lacks, it is evaluated now.
     """
@@ -344,7 +345,8 @@ class Run:
   def close(self) -> None:
     """Ends trace and outputs, and waits for a checkpoint under way, however the run ends.
 
-    What fails here is a warning: the run's own error, if there is one, matters more.
+    A trace or a checkpoint that fails here gives a warning and no error: the run's own error, if
+    there is one, matters more.
     """
     self.watchdog.disarm()
     try:
@@ -449,6 +451,8 @@ class Run:
 
   def flush(self) -> None:
     """Waits for the pending step, if there is one; logs it where due; raises if it ends the run.
+
+    It also says on the console that the step was skipped, and why.
 
     Raises:
       NonFiniteError: more than train.max_skipped_in_row steps in a row were skipped, or this one

@@ -205,7 +205,10 @@ class OptimizerAblation(Options, path="optimizer.ablation"):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Options, path="optimizer"):
-  """AdamW or Muon, schedule, weight decay, clipping and loss scale (section `optimizer`)."""
+  """The update's rule, schedule, weight decay, clipping, loss scale, average and moments' type.
+
+  Section `optimizer`.
+  """
 
   name: str = option(
     "adamw",
@@ -273,7 +276,10 @@ class OptimizerConfig(Options, path="optimizer"):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig(Options, path="checkpoint"):
-  """When checkpoints are written, how many stay, what they must match (section `checkpoint`)."""
+  """When checkpoints are written, how many stay, when failed saves end a run, what must match.
+
+  Section `checkpoint`.
+  """
 
   every: int = option(
     500, "steps between checkpoints; 0: only at the end or when told to stop", minimum=0

@@ -16,8 +16,8 @@ def quiet_libraries() -> None:
   `absl` and `asyncio` are set to critical errors only. When one of orbax's reads or writes fails,
   orbax closes its event loop. Every other read or write then raises in a tensorstore thread, or in
   the coroutine that Python closes unfinished when it exits. Both exceptions reach
-  `sys.unraisablehook`, which drops them: they are over a hundred tracebacks for one full disk or
-  one damaged file.
+  `sys.unraisablehook`, and the hook that this function installs drops them: one full disk or one
+  damaged file would print over a hundred tracebacks.
   """
   for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -29,7 +29,9 @@ PyTree = Any
 
 
 def stored_shardings(params: PyTree, shares: StateShares | None) -> tuple[PyTree, PyTree]:
-  """(shardings of the stored parameters; of the moments, the average and every `Halves.low`).
+  """Two trees of shardings: of the stored parameters, and of all else that belongs to parameters.
+
+  The second holds for the moments, the average of the weights and every `Halves.low`.
 
   Args:
     params: NamedShardings of whole parameters.
@@ -43,7 +45,11 @@ def stored_shardings(params: PyTree, shares: StateShares | None) -> tuple[PyTree
 
 
 def own_shares(params: PyTree, shares: StateShares | None) -> PyTree:
-  """This rank's shares of the stored parameters, arrays or `Halves`; all if `shares` is None."""
+  """This rank's shares of the stored parameters, arrays or `Halves`.
+
+  Parameters that ranks do not divide stay whole. If `shares` is None, or if the state stores shares
+  of the parameters already, it returns `params` unchanged.
+  """
   if shares is None or shares.parameters:
     return params
   high = shares.own(readable(params))

@@ -8,10 +8,10 @@
 A layer's moments, and its parameters' lower halves if there are some (`scmoe.training.masters`),
 come while the layer before it leaves; the link carries both directions at once. Barriers say so to
 XLA: with `ahead` = 1 the fetch of layer 2 waits for the end of layer 0's store, so that the device
-holds the moments of at most two layers. The first fetch waits for the norm of all gradients, as no
-moment may change before the step is known to be good; until then the memory belongs to the backward
-pass. With `ahead` = 0 the fetch of each layer waits for the store of the
-layer before, so no copy runs beside another.
+holds the moments of at most two layers. No fetch begins before the norm of all gradients is known,
+as no moment may change before the step is known to be good; until then the memory belongs to the
+backward pass. With `ahead` = 0 the fetch of each layer waits for the store of the layer before, so
+no copy runs beside another.
 
 Parameters beside the stacks, such as the embedding, are updated first, as one more layer.
 Source of the scheme: vertical prefetch of SE-MoE (arXiv 2205.10034).
@@ -102,7 +102,7 @@ def updated_by_layer(
       host's memory are fetched and stored; stacks in the device's memory are updated in place.
       Arrays of `opt_state` in the device's memory are counters: every layer sees them.
     how: how many layers are fetched ahead.
-    norm: of all gradients; the first fetch waits for it.
+    norm: global norm of all gradients, float32 []; every fetch waits for it.
   """
   layers = layers_of(grads)
   entries, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_apart)
@@ -186,13 +186,16 @@ class _Slot:
     return layer.index < _count(self.stack, self.value)
 
   def away(self, layer: Layer) -> Any:
-    """The layer's array in the host's memory; None if it has none there."""
+    """The slot's array of this layer, if it lies in the host's memory; else None."""
     if not self.on_host or not self._is_of(layer):
       return None
     return self.value.parts[layer.index] if is_apart(self.value) else self.value
 
   def here(self, layer: Layer) -> Any:
-    """The shared array, or the layer's array in the device's memory; None if it has none there."""
+    """The slot's array of this layer, if it lies in the device's memory; else None.
+
+    A shared array belongs to every layer.
+    """
     if self.shared:
       return self.value
     if self.on_host or not self._is_of(layer):
@@ -202,15 +205,18 @@ class _Slot:
     return jax.lax.slice_in_dim(self.value, layer.index, layer.index + 1)
 
   def to_host(self, new: Any, layer: Layer) -> Any:
-    """The layer's new array, copied to the host's memory; None if it stays on the device."""
+    """The layer's new array, copied to the host's memory.
+
+    None if the slot has no array of this layer, or if that array stays on the device.
+    """
     if not self.on_host or not self._is_of(layer):
       return None
     return jax.device_put(new, jax.memory.Space.Host)
 
   def keep(self, new: Any, layer: Layer) -> None:
-    """Replaces the layer's array by `new`, if it has one here and it is not shared.
+    """Replaces the layer's array in `value` by `new`; does nothing if the slot has none of it.
 
-    A shared array keeps its old value, which the layers that follow see, too.
+    A shared array keeps its old value here, so that the layers that follow see the old value, too.
     """
     if self.shared or not self._is_of(layer):
       return

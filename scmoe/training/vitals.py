@@ -23,8 +23,8 @@ BEAT_SECONDS = 5.0
 # difference is more than SHARE of the step.
 LAG, SHARE = 1.5, 0.05
 # Memory has grown if it is at least GROWTH times the peak that it had when SETTLED lines had been
-# logged, and at least MARGIN bytes above it. A warning puts the size of that time in the place of
-# the peak.
+# logged, and at least MARGIN bytes above it. After a warning, the size at that warning stands in
+# the place of this peak.
 GROWTH, MARGIN = 1.5, 2**30
 SETTLED = 20
 

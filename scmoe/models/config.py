@@ -146,9 +146,9 @@ class ModelConfig(BlockConfig):
 
   @property
   def runs(self) -> tuple[Run, ...]:
-    """Neighbouring layers of one kind, in order: pairs with a MoE, and `dense_layers`.
+    """Neighbouring layers of one kind, in order: block pairs, and `dense_layers`.
 
-    The first pair is a run of its own if it `opens_apart`.
+    The first pair is a run of its own if the model `opens_apart`.
     """
     if self.opens_apart:
       return tuple(Run(False, *ends) for ends in ((0, 1), (1, self.num_pairs)) if ends[0] < ends[1])

@@ -91,9 +91,9 @@ class Distillation(WithSecondModel):
 def hidden_distance(student_LBSD: Any, teacher_LBSD: Any, blocks: int) -> Float[Array, "B S"]:
   """How far a student's residual stream is from its teacher's: the mean over the student's pairs.
 
-  Of one token and pair it is |s - t|² / |t|², with s and t the two streams after the pair's last
-  block: 0 if they agree, 1 for a stream of zeros. Divided by |t|², the deep layers, whose streams
-  are long, do not outweigh the first ones.
+  For one token and pair it is |s - t|² / |t|², with s and t the student's and the teacher's stream
+  after the pair's last block: 0 if they agree, 1 if s is zero. The division by |t|² keeps the deep
+  layers, whose streams are long, from outweighing the first ones.
 
   Args:
     student_LBSD, teacher_LBSD: the streams after each of the same number of blocks.

@@ -184,7 +184,8 @@ class Parameters:
 
   Attributes:
     embedding: tokens, positions and an untied output projection; of images the stem.
-    dense: attention, norms, dense MLPs, gates and mixing coefficients.
+    dense: attention, norms, dense MLPs, gates and mixing coefficients; of images also the mergers
+      between stages, and the head.
     shared: shared experts.
     routed: all routed experts.
     routed_active: the routed experts that one token visits. It is an upper bound if several gatings

@@ -50,7 +50,8 @@ class Multitask(LanguageModelObjective):
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
     """Metrics with `cross_entropy/NAME` and `counted_tokens/NAME` of each task.
 
-    The first is in nats per token of the step; the second is the number of these tokens.
+    The first is the task's mean over its own counted tokens of the step, in nats; the second is the
+    number of these tokens.
     """
     scalars, arrays = super().metrics(aux)
     assert aux.tasks is not None

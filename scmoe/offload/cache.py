@@ -64,8 +64,8 @@ class ExpertCache:
     params: parameters [C, ...] of the experts.
     expert_C: int32, the expert in each place; -1 for an empty place.
     worth_e: float32, the worth of every expert.
-    requested_Ne: bool, the experts that the last token requested; one row for each gating of the
-      layer.
+    requested_Ne: bool, the experts that the last token requested. Here N is the number of calls of
+      the layer for each token: it has one row for each of these calls.
     calls, requests, misses: int32 [1], numbers of calls of the layer, of requested experts, and of
       those that had to be copied.
   """
@@ -157,8 +157,9 @@ def _counted(cache: ExpertCache, needed_e: Array, copies: Array) -> ExpertCache:
 def filled(cache: ExpertCache, experts: Any, routing: Routing, policy: CachePolicy) -> ExpertCache:
   """Fills the cache after a prefill, which has all experts on the device, with the most requested.
 
-  An expert's worth becomes the limit of its worth if each call requested it as often as the
-  prefill's tokens did. With lfu, a share s of the tokens gives s / (1 - decay).
+  Let s be the share of the prefill's tokens that requested an expert. With lfu its worth becomes
+  s / (1 - decay), the limit of the worth if each call requested the expert as often as these tokens
+  did. With lru it becomes s, which is no more than the worth of any later request.
 
   Args:
     cache: the cache before the call; its counters do not change.

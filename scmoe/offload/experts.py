@@ -189,7 +189,7 @@ class FetchedExperts:
 
   Attributes:
     graph, params: the module with C experts, and their parameters.
-    place_e: int32, the index of every expert among these C; C if the call did not request it.
+    place_e: int32, the index of every expert among these C; C for an expert that is none of them.
     count: C.
   """
 
@@ -217,8 +217,9 @@ class ExpertRequest:
     routing: the gate's choices.
     needed_e: bool, the requested experts.
     id_N: int32, the first `copies` are the experts to copy; e stands for no expert.
-    place_N: int32, the place to which each is copied.
-    copies: int32 scalar; None: all N are copied, which is known at compile time.
+    place_N: int32, the place to which each is copied; not read if `copies` is None.
+    copies: int32 scalar; None: all N are copied in their order, the first to place 0, which is
+      known at compile time.
     place_e, count: see `FetchedExperts`; they hold after the copies.
     cache: the layer's cache after the call, except that its parameters are those before the
       copies; None: no cache.

@@ -1,4 +1,7 @@
-"""Experts' matrices outside the device's memory: in pinned host memory, in 8 bits, or on disk."""
+"""Experts' matrices outside the device's memory: in pinned memory of the host, or on disk.
+
+In pinned memory they may have 8 bits an element.
+"""
 
 from __future__ import annotations
 

@@ -56,8 +56,10 @@ def request_copy_engines(environment: MutableMapping[str, str] = os.environ) -> 
 NAMES = (
   "dispatch",  # all-to-all of rows to their experts, and of their gradient back
   "combine",  # all-to-all of the experts' results back to the tokens' ranks, and of their gradient
-  "counts",  # all-gather of row counts per rank, and agreement on overflow rounds
-  "weights",  # gathers of an expert's weights, and sums, over the devices that share the expert
+  "counts",  # all-gather of row counts per rank, and agreement on overflow rounds; sums of the
+  # choices of each expert, if experts lie in the host's memory
+  "weights",  # gathers of experts' weights; over the devices that share an expert also gathers of
+  # its rows, and sums of these devices' results
   "parameters",  # gathers of parameters of which data ranks hold shares
   "sequence",  # attention's queries, keys, values, results and gradients, between the devices that
   # divide rows, and the documents of the rows' tokens

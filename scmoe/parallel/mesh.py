@@ -301,8 +301,9 @@ def shardings_of(tree: Any) -> Any:
 def manual(function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Any:
   """Turns a function of one device's shares into a function of global arrays.
 
-  Every device runs the function given; its body is called the manual region. A training step, an
-  evaluation and a prefill enter it once, over all axes of the mesh. Inside, arrays are one device's
+  Every device runs the function given; its body is called the manual region. Each call of a
+  program (training step, evaluation, prefill, decoding) enters it once, over all axes of the mesh.
+  Inside, arrays are one device's
   shares, and layers and losses are plain functions of them. Data travel only by the named functions
   of `scmoe.parallel.collectives`. XLA's partitioner adds no collective: the schedule would not know
   of it, and it could separate an exchange from the work beside it. Take gradients inside

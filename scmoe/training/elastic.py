@@ -3,8 +3,9 @@
 Each process of the launcher is a `Supervisor` that runs the training command as its child. A turn
 is a time in which the same members train together. If a member falls silent or its child dies, the
 others end their children, and the next turn begins from the newest checkpoint, with the members
-that are there, on a mesh for their devices. If a member comes back, the first member's child is
-asked to stop: all children save the same step and exit with 75, and a turn with all of them begins.
+that are there, on a mesh for their devices. If a member comes back with which the mesh would be
+larger, the first member's child is asked to stop: all children save the same step and exit with 75,
+and a turn with the member that came back begins.
 
 Why the children end: a collective whose peer has died does not return with gloo, even with jax's
 recoverable tasks (experiments/LOG.md), and process 0's death ends jax's coordination service.

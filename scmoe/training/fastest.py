@@ -144,7 +144,8 @@ def fastest_step(
 
   With auto (and `overlap.search_seconds` > 0) the fastest is measured here; with `train.tune` alone
   the returned `Search` measures it in the first training steps. If an earlier start kept a decision
-  for the same program and machine, the step of its variant is returned and nothing is measured.
+  for the same program and machine, the step of its variant is returned and nothing is measured,
+  unless `same_transport` is True and the variant changes the transport.
 
   With auto a cut of the run proposes a change. The change is taken if it is faster on whole steps
   too. Whole steps need memory for one state of the run, freed before the run makes its own. In a

@@ -38,8 +38,8 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
 
   The devices that hold an array compute both. For an array in the host's memory the host does, one
   array after the other; if it is a scalar, or of a type that `_walk` cannot read, its devices get a
-  copy of it. Processes
-  that divide such an array each read their own shards. With several processes all must call this.
+  copy of it. Processes that divide such an array each read their own shards. With several processes
+  all must call this.
   """
   found = {i: _walked(leaf) for i, leaf in enumerate(leaves) if _is_walked(leaf)}
   if parted := [i for i in found if not leaves[i].is_fully_addressable]:
@@ -61,8 +61,8 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
 
 # The least number of elements of an array on a CPU that is read in blocks.
 _WALKED = 2**20
-# Elements of the largest block. If no number from 129 to 1,024 divides the length of the last
-# dimension, a block has that length instead.
+# A block's number of elements is the largest one from 129 to 1,024 (`_BLOCK`) that divides the
+# length of the last dimension; if there is none, it is that length.
 _BLOCK = 1024
 _EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 _INTEGERS = {"int8", "uint8", "int16", "uint16", "int32", "uint32"}
@@ -104,7 +104,8 @@ def _walked(leaf: Array) -> tuple[int, bool]:
   """(fingerprint as a number, whether all elements are finite) of an array, read in blocks.
 
   If several processes divide the array, each gets a summand of the fingerprint, and learns whether
-  its own shards are finite. One of them reads shards that several devices hold.
+  the shards that it reads are finite. If several devices hold the same shard, only one of them, and
+  so only one process, reads it.
   """
   strides = _strides(leaf.shape)
   total, finite = 0, True

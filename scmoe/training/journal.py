@@ -115,7 +115,7 @@ class Journal:
     self._meter.pause()
 
   def log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:
-    """Writes one line to the console and to metrics.jsonl, and router arrays where due.
+    """Prints one line, writes its figures with `Metrics`, and router arrays where they are due.
 
     Every process warns if its memory grows. Process 0 warns if a router has collapsed
     (`CollapseAlarm`).
@@ -198,7 +198,10 @@ class Journal:
     self.say(f"done: {step} steps; everything is in {self._workdir}")
 
   def _spent(self) -> Goodput | None:
-    """The run's goodput up to now, on process 0; None if metrics.jsonl does not tell it."""
+    """The run's goodput up to now, on process 0.
+
+    None on the other processes, or if metrics.jsonl does not tell it.
+    """
     if self._metrics is None:
       return None
     try:

@@ -110,7 +110,10 @@ def _key(traced: Any) -> str:
 
 
 def _shapes(name: str) -> bool:
-  """Whether the option of jax with this name may change a program; caches and logs do not."""
+  """Whether the option of jax with this name may change a program.
+
+  Options of caches, logs, dumps, tracebacks and debugging do not.
+  """
   return not any(word in name for word in ("cache", "log", "dump", "traceback", "debug"))
 
 

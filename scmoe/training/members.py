@@ -28,7 +28,7 @@ PLAN = "plan.json"
 WAITING, COUNTING, RUNNING, ENDED = "waiting", "counting", "running", "ended"
 REGROUP, LEAVE = "regroup", "leave"
 DEATHS = 2  # after so many deaths in a row a member's host counts as at fault
-LATE_SECONDS = 2.0  # a look that comes later after the one before was held up
+LATE_SECONDS = 2.0  # a look that comes more seconds after the one before was held up; see `Others`
 _MOST_BYTES = 1 << 16
 
 
@@ -46,7 +46,8 @@ class Member(NamedTuple):
     asks: why it asked its command to save and stop: REGROUP (members wait to join), LEAVE (it was
       told to stop and leaves the others); "" if it did not ask.
     code: exit code, once ENDED.
-    deaths: turns running in which its command died by itself, without a later checkpoint.
+    deaths: number of turns in a row in which its command died by itself, without a checkpoint later
+      than that of the death before.
     beat: counts the writes of the file.
   """
 
@@ -63,7 +64,7 @@ class Member(NamedTuple):
 
   @property
   def at_fault(self) -> bool:
-    """True if the command has died by itself in so many turns running that the host may be bad."""
+    """True if the command died by itself in `DEATHS` turns in a row: its host may be at fault."""
     return self.deaths >= DEATHS
 
 

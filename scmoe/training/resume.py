@@ -9,9 +9,10 @@ from scmoe.data.pipeline import INFORMATIVE
 
 # Fields and sections that a resumed run may change. They decide how long the run is, when it
 # reports, saves or gives up, and where, in which order and with which kernels it computes, not what
-# a step computes, but for rounding. Three do more: `train.steps` stretches the schedule of the
-# learning rate, and after a change of `multitask.loads` or `multitask.plan` the run plans anew what
-# its next steps compute.
+# a step computes, but for rounding. Four do more: `train.steps` stretches the schedule of the
+# learning rate; after a change of `multitask.loads` or `multitask.plan` the run plans anew what its
+# next steps compute; and on another `mesh` experts of limited capacity may drop other choices, if
+# `dispatch.groups` is 0.
 SAFE = (
   "name",
   "model.ffn.impl",

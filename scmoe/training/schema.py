@@ -214,10 +214,10 @@ def _of_schema_2(values: dict[str, Any]) -> dict[str, Any]:
 def _slot_name(slot: Any, model: dict[str, Any]) -> Any:
   """The present name of a slot of schema 1.
 
-  That was the number of dense operations, attentions and MLPs, between the shortcut's tap and the
-  experts: 0 is right after the dispatch. A negative number is `auto`, as is any number of a model
-  that has no shortcut or an unusable `moe_every`. A value that is no finite number is returned
-  unchanged.
+  That was the number of dense operations, attentions and MLPs, between the value that the gate
+  reads and the experts: 0 is right after the dispatch. A negative number is `auto`, as is any
+  number of a model without routed experts, of unknown wiring, or with an unusable `moe_every`. A
+  value that is no finite number is returned unchanged.
   """
   if not (isinstance(slot, int | float) and math.isfinite(slot)):
     return slot

@@ -363,8 +363,9 @@ class Server:
   def _make_room(self, job: Job) -> None:
     """Gives a request the page of the position that the next step writes, if it has none yet.
 
-    If no page is free, the host first reads all turns, since a request may have ended. If still
-    none is free, the youngest request of the part, perhaps this one, is put back: it waits again,
+    If no page is free, the host first reads the results of all turns, since a request may have
+    ended. If still none is free, the youngest request of the part, perhaps this one, is put back:
+    it waits again,
     in front of those that came later, and its prompt and new tokens are read anew. The oldest
     request can always go on, as the pool holds one text of the model's context.
     """

@@ -178,7 +178,7 @@ def route(models: Sequence[VisionModel], batches: Sequence[Array], given: Sequen
   Args:
     models: one per batch, with the same parameters, so that each batch has gradients of its own.
     batches: images of each batch, as `VisionModel` takes them.
-    given: one per batch. Mask and key are each batch's own; router, remat, no_drop, gate, hidden,
+    given: one per batch. Mask, key and gate are each batch's own; router, remat, no_drop, hidden,
       experts and gradient_totals of the first one hold for all batches.
 
   Raises:

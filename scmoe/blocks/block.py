@@ -327,7 +327,10 @@ class BlockConfig(Options, path="model"):
 
   @property
   def bias(self) -> bool:
-    """Whether the style gives all projections and feed-forward layers biases, as gpt2 does."""
+    """Whether the style gives feed-forward layers and attention's projections biases, as gpt2 does.
+
+    The projection to keys is the exception: only `attention_bias` gives it one.
+    """
     return self.style == "gpt2"
 
   @property
@@ -398,7 +401,9 @@ class BlockConfig(Options, path="model"):
     return Attention(config, rngs=rngs)
 
   def kind_of_layer(self, before: int | Array, unit: int, block: int) -> dict[str, Any]:
-    """The argument `kind` of a layer's attention; {} if the attentions of all layers are alike.
+    """Keyword arguments for a layer's attention: its `kind`, or {} if all layers' are alike.
+
+    They are those of `Attention.project` and `Attention.mix`.
 
     Args:
       before: number of pairs and dense layers before the layer's own pair; may be traced.

@@ -11,7 +11,7 @@ MIXES = ("direct", "cg1", "cg2")
 
 
 class Mix(nnx.Module):
-  """shared + routed, with coefficients that are computed from an input x.
+  """shared + routed; in cg1 and cg2 with coefficients that are computed from an input x.
 
   direct: shared + routed
   cg1:    sigmoid(w·x) · shared + routed                     w in R^{1 x D}
@@ -31,7 +31,7 @@ class Mix(nnx.Module):
     )
 
   def __call__(self, shared_BSD: Array, routed_BSD: Array, x_BSD: Array) -> Array:
-    """Adds shared and routed output, weighted; the weights are computed in float32 at least."""
+    """Shared plus routed output; coefficients (cg1, cg2) are computed in float32 at least."""
     if self.weight is None:
       return shared_BSD + routed_BSD
     wide = jnp.promote_types(x_BSD.dtype, jnp.float32)

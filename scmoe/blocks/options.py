@@ -101,7 +101,10 @@ class OverlapConfig(Options, path="overlap"):
   )
 
   def derived(self, *, gpu: bool, exchange: bool, pairs: int, devices: int = 1) -> OverlapConfig:
-    """The options with every automatic value replaced by the value that it has here.
+    """The options with the automatic `unroll` and `command_buffers` replaced by their values here.
+
+    Where no rows travel between GPUs, `search_seconds` becomes 0 and `profile_guided` False, since
+    there is nothing to measure; `search_seconds` also where `schedule` is not auto.
 
     Args:
       gpu: whether the program runs on NVIDIA GPUs.

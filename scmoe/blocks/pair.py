@@ -36,7 +36,7 @@ class BlockPair(nnx.Module):
     config: wiring and sizes.
     router, dispatch, overlap: options of routing, transport and schedule.
     experts, gates: the user's own; see `MoE`.
-    hands_over: for a block without experts: which of its values the next pair reads.
+    hands_over: for a pair without experts: which of its values the next pair reads.
     rngs: stream `params` for the initial weights.
 
   Attributes:

@@ -1,7 +1,8 @@
 """The order of a block pair's steps: one list, executed, printed and tested. Pure Python.
 
-Two streams: the main path with its dense steps, and the MoE with route, dispatch, experts and
-combine. All-to-alls (dispatch, combine) run beside computation; computation never runs beside
+The list has the steps of one unit; a pair of two units (dgmoe_share) runs it once for each. Two
+streams: the main path with its dense steps, and the MoE with route, dispatch, experts and combine.
+All-to-alls (dispatch, combine) run beside computation; computation never runs beside
 computation. Routing goes to the earliest point, the sum with the routed output to the latest, so
 the one free choice is the *slot*: after which dense step the experts stand
 (`scmoe.blocks.timeline` computes the best one from times). Pos-2, with the experts inside the
@@ -43,12 +44,12 @@ BARRIER = "barrier"  # a step that computes nothing: what stands on either side 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """One step of a pair.
+  """One step of a unit.
 
   Attributes:
     operation: one of the words above.
-    block: of a dense step: which block of the pair.
-    gating: of a step of the MoE: which of its gatings.
+    block: of a dense step: which block of the unit.
+    gating: of a step of the MoE: which of the unit's gatings.
     direction: of a barrier: "forward" or "backward" for one pass only.
     chunk: of dispatch, experts and their barriers: which chunk of the rows; None: all of them.
     ahead: of route, dispatch and their barrier: they are the next pair's (`Schedule.of`).
@@ -72,7 +73,11 @@ class Step:
     return name if self.chunk is None else f"{name}: chunk {self.chunk + 1}"
 
   def chunks_of(self, rows: Sequence[Any]) -> range:
-    """The chunks that the step computes, of those that the transport made: perhaps only one."""
+    """The chunks that the step computes, of the chunks `rows` that the transport made.
+
+    A step without `chunk` computes all of them. If the transport made one chunk only, the steps for
+    the others compute none.
+    """
     if self.chunk is None:
       return range(len(rows))
     return range(self.chunk, min(self.chunk + 1, len(rows)))
@@ -80,10 +85,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-  """The steps of one pair, in the order in which they are issued.
+  """The steps of a pair of one unit, in the order in which they are issued.
 
-  Where a pair begins the next pair's route and dispatch, `steps` has those of both pairs. A pair
-  runs the steps that `of` picks. Pos-2 with one block per pair:
+  A pair of two units issues them once for each unit. Where a pair begins the next pair's route and
+  dispatch, `steps` has those of both pairs. A pair runs the steps that `of` picks. Pos-2 with one
+  block per pair:
 
     steps     route | dispatch | attention 0 | next route | next dispatch | shared expert | ...
     first     route | dispatch | attention 0 | next route | next dispatch | shared expert | ...
@@ -133,7 +139,7 @@ class Schedule:
 def make_schedule(
   wiring: Wiring, blocks: int, overlap: OverlapConfig = OverlapConfig(), chunks: int = 1
 ) -> Schedule:
-  """The list of a pair's steps.
+  """The `Schedule` of pairs with this wiring: the steps of one unit.
 
   Args:
     wiring: of the pair.
@@ -142,8 +148,8 @@ def make_schedule(
     chunks: in which rows travel (`dispatch.chunks`), each with a step of the experts.
 
   Raises:
-    ConfigError: `overlap.schedule` or `overlap.ablation.backward` names no step, or more than there
-      are chunks.
+    ConfigError: `overlap.schedule` or `overlap.ablation.backward` names no step, or neither one
+      step nor one for each chunk; or `blocks` is below 1.
   """
   check_type("wiring", wiring, Wiring)
   if blocks < 1:
@@ -248,10 +254,11 @@ def _sent_behind(place: _Place) -> tuple[int, ...]:
   """Numbers of dense steps before the dispatch of each chunk; () if all are sent at once.
 
   The dense steps before a chunk's experts are shared evenly among the exchanges up to its own. With
-  two chunks whose experts stand behind steps 1 and 2 the second is sent behind step 1; with both
-  behind step 2 too. No chunk is sent behind the first experts, which stand beside the exchange of
-  the second, nor where the backward pass has them. A tap that the unit before hands over has that
-  unit's steps beside its exchanges: all its chunks are sent at once.
+  two chunks whose experts stand behind steps 1 and 2, the second chunk is sent behind step 1, as
+  also where the experts of both stand behind step 2. No chunk is sent later than the first chunk's
+  experts, which stand beside the exchange of the second, nor later than these experts' place in the
+  backward pass. A tap that the unit before hands over has that unit's steps beside its exchanges:
+  all its chunks are sent at once.
   """
   chunks = len(place.experts)
   if chunks == 1 or place.handed_over:
@@ -309,7 +316,10 @@ def _mirror(steps: Sequence[Step]) -> tuple[str, ...]:
 
 
 def dense_steps(wiring: Wiring, blocks: int) -> list[Step]:
-  """The steps of a unit's main path; its last MLP is the shared expert, or there is none."""
+  """The steps of a unit's main path.
+
+  In a unit with experts the last block has the shared expert in place of its MLP, or neither.
+  """
   steps: list[Step] = []
   for block in range(blocks):
     steps += [Step(PROJECTIONS, block), Step(MIXING, block)]

@@ -1,9 +1,10 @@
 """The time of a block pair's steps on two streams: makespan, the best slot, chunks, a drawing.
 
 The main path and the experts' computation share the devices; dispatch and combine share the link.
-With the experts in a slot, and pre and post the dense time before and after them,
+For experts in a slot, let `before` be the dense time in front of the shortcut, `pre` that from the
+shortcut to the experts, and `post` that after them. Then
 
-  makespan(slot) = route + max(pre, dispatch) + experts + max(post, combine) + add
+  makespan(slot) = before + route + max(pre, dispatch) + experts + max(post, combine) + add
 
 It has the same argmin as the paper's Eq. 11, since max(a, b) = ½ (a + b + |a - b|) and pre + post
 does not depend on the slot. (The paper's K is the slot's index + 1, of whole operations; between an
@@ -36,7 +37,7 @@ from scmoe.blocks.wiring import Wiring, tap_index
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-  """Durations of one unit's steps, any one unit of time.
+  """Durations of one unit's steps, all in one unit of time, whichever that is.
 
   Attributes:
     dense: (name, time) of the dense steps after the shortcut, in order: the window.
@@ -76,7 +77,11 @@ class Times:
     return slot_names([name for name, _ in self.dense])
 
   def backward(self, factor: float = 2.0) -> Times:
-    """The mirror image: dense steps from last to first, dispatch and combine exchanged.
+    """The window's times in the backward pass, the mirror image of those in the forward pass.
+
+    Dense steps run from last to first, dispatch and combine have changed places, and so have route
+    and add. Computation takes `factor` times as long as in the forward pass, communication as long.
+    `before` and `earlier` are left out.
 
     Args:
       factor: computation of the backward pass over that of the forward pass (two products for one).
@@ -226,7 +231,8 @@ def chunked_timeline(times: Times, slots: Sequence[str], overhead: float = 0.0) 
 def chunk_slots(times: Times, chunks: int) -> tuple[str, ...]:
   """The best slot of each chunk's experts, in order; among equals the earliest.
 
-  All are tried, of four chunks at most: of more, neighbours share a slot.
+  For up to four chunks all combinations of slots in order are tried. Of more chunks, neighbours
+  share one of four slots.
   """
   apart = min(chunks, 4)
   for_all = lambda slots: tuple(slots[i * apart // chunks] for i in range(chunks))
@@ -242,10 +248,16 @@ def length(spans: Iterable[Span]) -> float:
 def best_chunks(
   times: Times, overhead: float = 0.0, choices: Sequence[int] = (1, 2, 4, 8)
 ) -> tuple[int, list[Span]]:
-  """The best number of chunks for the MoE's stream, and the timeline.
+  """The best number of chunks for the MoE's stream, and its timeline.
 
-  One, in the best slot, while the communication fits the window; more let the experts' own
+  It is the smallest number whose timeline is at most 0.1 % longer than the shortest. One chunk, in
+  the best slot, is enough while the communication fits the window; more let the experts' own
   computation hide communication too (the paper's fifth timeline, Fig. 7).
+
+  Args:
+    times: of the unit.
+    overhead: as for `chunked_timeline`; one chunk has none.
+    choices: numbers of chunks to compare.
   """
   slots = {n: (best_slot(times),) if n == 1 else chunk_slots(times, n) for n in choices}
   plans = {n: chunked_timeline(times, slots[n], overhead if n > 1 else 0.0) for n in choices}
@@ -282,7 +294,11 @@ def draw(spans: Sequence[Span], width: int = 76) -> str:
 def describe(
   times: Times, schedule: Schedule | None = None, unit: str = "ms", width: int = 76
 ) -> str:
-  """Makespan and hidden share of every slot, the timeline of the best, and the list that runs."""
+  """A text: the schedule, if given, the times, each slot's makespan and hidden share, a timeline.
+
+  The timeline is that of the best number of chunks (`best_chunks`), `width` characters wide without
+  its labels.
+  """
   best, parts = best_slot(times), best_chunks(times)
   totals = {
     "window": times.window,

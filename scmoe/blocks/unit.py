@@ -77,6 +77,8 @@ class Block(nnx.Module):
 class Unit(nnx.Module):
   """`moe_every` blocks; the last one ends in the expert stage, whose norms and mix are here too.
 
+  With the wiring `dense` there is no expert stage.
+
   `model.shortcut_norm` says what normalises the value that the shortcut hands to the experts:
   "shared": the norm of the sublayer that reads the same value (LongCat-Flash); "own": a norm of its
   own; "megatron": a norm of its own, and another one on shared + routed before the residual

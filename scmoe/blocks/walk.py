@@ -298,9 +298,9 @@ class PairWalk:
 
   @property
   def _fed(self) -> Any:
-    """The residual stream that an MLP or shared expert reads.
+    """The residual stream that an MLP or shared expert reads: behind its block's attention.
 
-    It is that behind its block's attention, or if the pair `skips` that before it.
+    If the pair `skips`, it is the stream before that attention.
     """
     return self.h_BSD if self.pair.skips else self.main
 
@@ -389,7 +389,10 @@ class PairWalk:
 
   @jax.named_scope(words.ADD)
   def add(self, step: Step) -> None:
-    """The end of a unit: adds the experts' outputs to the residual stream, enters the next unit."""
+    """The end of a unit: adds the experts' outputs, if any, to the residual stream.
+
+    It also fixes what the unit hands over, and enters the pair's next unit, if there is one.
+    """
     del step
     if self.results:
       total_BSD, sums = self._all_gatings()

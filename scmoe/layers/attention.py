@@ -99,8 +99,8 @@ class AttentionConfig(Options):
       and of the output projection.
 
   Raises:
-    ConfigError: heads of queries cannot share those of keys, a window is to see tokens on both
-      sides, or a size or word is impossible.
+    ConfigError: heads of queries cannot share those of keys, a window or chunks are given without
+      `causal`, or a size or word is impossible.
   """
 
   width: int = option(minimum=1)

@@ -33,7 +33,7 @@ from scmoe.parallel.collectives import largest, total
 from scmoe.parallel.mesh import axis_index, axis_size
 
 CHUNK_SCORES = 2**28  # at most about so many scores in a chunk: 1 GiB in float32
-CHUNK_TOKENS = 128  # a chunk has a multiple of this
+CHUNK_TOKENS = 128  # a chunk has a multiple of so many tokens, unless it has all of them
 
 
 def scores(h_TD: Float[Array, "T D"], weight: Array, by_token: bool) -> Float[Array, "T v"]:

@@ -185,7 +185,7 @@ def softmax_over(
 
 
 def cache_length(length: int, dtype: Any, head_dim: int) -> int:
-  """`length`, rounded up to a multiple of 64 where our kernel runs."""
+  """`length`, rounded up to a multiple of 64 where our kernel runs with this type and width."""
   return one_token.cache_length(length, dtype, head_dim)
 
 
@@ -258,11 +258,11 @@ def _implementation(q_BSHN: Array, *, masked: bool, window: int = 0) -> Literal[
 def runs_fused(q_BSHN: Array, *, masked: bool, window: int = 0) -> bool:
   """Whether cuDNN's fused attention runs here on these queries and as many keys.
 
-  It needs Ampere (compute capability 8.0; a T4 has 7.5). cuDNN reads a mask as a bias, which is not
-  deterministic after Hopper (9.0), so with a mask it does not run there. Under `--deterministic` it
-  never runs: jax 0.11.2 ends the first such step with an IndexError. Nor does it in a program of
-  several seeds (`without_kernels`): jax's batching rule for it fails with a mask of one head for
-  all.
+  It needs Ampere or later (compute capability 8.0 at least; a T4 has 7.5). cuDNN reads a mask as a
+  bias, which is not deterministic after Hopper (9.0), so with a mask it does not run there. Under
+  `--deterministic` it never runs: jax 0.11.2 ends the first such step with an IndexError. Nor does
+  it in a program of several seeds (`without_kernels`): jax's batching rule for it fails with a mask
+  of one head for all.
   """
   _, length, _, head_dim = q_BSHN.shape
   fits = fusable(q_BSHN.dtype, head_dim, length, masked=masked, window=window)

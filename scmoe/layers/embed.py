@@ -29,7 +29,7 @@ class EmbeddingConfig(Options):
 
   Attributes:
     vocab_size, width: V and D.
-    context: learned positions; 0: none.
+    context: number of learned positions; 0: none.
     tied: whether logits are products with the token embeddings.
     init_std: standard deviation of the initial weights.
   """
@@ -61,7 +61,10 @@ class Embedding(nnx.Module):
   def __call__(
     self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], dtype: jnp.dtype
   ) -> Float[Array, "B S D"]:
-    """The embeddings of the tokens and positions: [B, S] -> [B, S, D] in `dtype`."""
+    """Each token's embedding, plus that of its position if positions are learned: [B, S, D].
+
+    The result has the type `dtype`.
+    """
     table_VD = self.tokens[...].astype(dtype)
     own = table_VD.shape[0]
     if own == self.config.vocab_size:

@@ -127,10 +127,11 @@ class LatentAttention(nnx.Module):
   def project(
     self, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"]
   ) -> tuple[Array, Array, Array]:
-    """Queries [B, S, H, N], the latent [B, S, R] and the rotary key [B, S, N] that all heads share.
+    """Queries [B, S, H, N], the latent [B, S, R] and the rotary key [B, S, P] that all heads share.
 
-    R is `kv_lora_rank` here. The latent has its norm and scale already; the key, and the part of
-    the queries that meets it, are rotated.
+    R is `kv_lora_rank` here, P is `qk_rope_head_dim`, and N is `qk_nope_head_dim` + P. The latent
+    has its norm and scale already; the key, and the last P numbers of each query, which meet it,
+    are rotated.
 
     Args:
       x_BSD: normalised inputs.

@@ -34,14 +34,15 @@ from scmoe.parallel.mesh import AXES, axis_size
 
 
 def is_gated(activation: str) -> bool:
-  """Whether this activation needs a second first-layer matrix."""
+  """Whether this activation needs two matrices in the first layer: for the gate and for up."""
   return get_activation(activation).gated
 
 
 def activate(activation: str, up: Array, gate: Array | None = None) -> Array:
   """act(up), or act(gate) · up for a gated activation; same shape and dtype as `up`.
 
-  Computed in float32 (or wider). The backward pass computes it again from up and gate.
+  In `clamped_swiglu` a function of up stands for up. Computed in float32 (or wider). The backward
+  pass computes it again from up and gate.
 
   Raises:
     ValueError: a gated activation without a gate.
@@ -83,7 +84,7 @@ class FFNLayerOptions(FFNOptions, path="FFNLayerOptions"):
 
 @dataclasses.dataclass(frozen=True)
 class MLPConfig(FFNLayerOptions, path="MLPConfig"):
-  """A dense feed-forward network. `fp8` and `impl` are for experts and change nothing here.
+  """Options of a dense feed-forward network; `fp8` and `impl` are for experts, and ignored here.
 
   Attributes:
     width, hidden: D and F.
@@ -94,7 +95,7 @@ class MLPConfig(FFNLayerOptions, path="MLPConfig"):
 
 
 class MLP(nnx.Module):
-  """down(act(up(x))): the dense MLP of a block, and the shared expert.
+  """down(act(up(x))), or the gated form: the dense MLP of a block, and the shared expert.
 
   Under tensor parallelism each device has a part of the hidden width, and the results are added up.
   """
@@ -113,7 +114,7 @@ class MLP(nnx.Module):
     self.down_bias = nnx.Param(jnp.zeros((c.width,)), axes=("embed",)) if c.bias else None
 
   def __call__(self, x_BSD: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """[..., D] -> [..., D] in the type of x."""
+    """The network's output for every token: [..., D] -> [..., D] in the type of x."""
     cast = lambda param: None if param is None else param[...].astype(x_BSD.dtype)
     weights = tuple(map(cast, (self.up, self.gate, self.down, self.up_bias)))
     x_BSD = repeat(x_BSD, ("tensor",), "tensor")

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, computed in float32."""
+"""LayerNorm and RMSNorm, computed in float32 or wider."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxtyping import Float
 
 
 class Norm(nnx.Module):
-  """Normalises the last dimension; statistics in float32, the result in the input's type.
+  """Normalises the last dimension; computes in float32 or wider, the result has the input's type.
 
-  The backward pass keeps only the input, in its own type: the float32 copies that automatic
-  differentiation would keep are twice as large.
+  For the backward pass it keeps only the input, in the input's type, and its parameters: the
+  float32 copies that automatic differentiation would keep of a 16-bit input are twice as large.
 
   Args:
     width: D.
     kind: "layernorm" (mean and variance, scale and bias) or "rmsnorm" (root mean square, scale).
-    eps: added to the mean square.
+    eps: added to the mean square under the root (in a layernorm, to the variance).
   """
 
   def __init__(self, width: int, kind: str, eps: float):
@@ -76,7 +76,10 @@ def _normalised_bwd(centred, eps, kept, bar):
 
 
 def _statistics(x, centred, eps):
-  """The centred input, the mean of each row, and the inverse of each row's standard deviation."""
+  """x, less its rows' means if `centred`; these means, or None; and 1/√(mean square + eps) of rows.
+
+  The mean square is that of the first result. All are float32 or wider.
+  """
   mean = _centred(x, None).mean(-1, keepdims=True) if centred else None
   wide = _centred(x, mean)
   return wide, mean, jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)

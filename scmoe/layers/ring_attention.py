@@ -128,8 +128,8 @@ class _Step:
   def of_queries(self, tree: Any) -> tuple[Any, Any]:
     """The halves of this device's arrays for the step's two blocks.
 
-    The late half is for the block that every step has, the early one if `before`, else the late one
-    for the other block.
+    The late half is for the block that every step has. For the other block it is the early half if
+    `before`, else the late half again.
     """
     early, late = _split(tree)
     return late, self._chosen(early, late)
@@ -137,8 +137,8 @@ class _Step:
   def of_keys(self, tree: Any) -> tuple[Any, Any]:
     """The halves of the arrays that pass by for the step's two blocks.
 
-    The early half is for the block that every step has, the early one if `before`, else the late
-    one for the other block.
+    The early half is for the block that every step has. For the other block it is the early half
+    again if `before`, else the late half.
     """
     early, late = _split(tree)
     return early, self._chosen(early, late)

@@ -89,7 +89,11 @@ class RopeConfig(Options, path="model.rope"):
 
   @property
   def amplitude(self) -> float:
-    """Factor on sine and cosine: 1; with yarn √(1/t) of its paper, t being the temperature."""
+    """Factor on sine and cosine: 1, but for yarn (√(1/t) of its paper, t being the temperature).
+
+    With yarn it is `attention_factor`. If that is 0, it is m(mscale) / m(mscale_all_dim) with m(s)
+    = 0.1 · s · ln factor + 1; and if one of the two is 0, m(1).
+    """
     if self.scaling != "yarn":
       return 1.0
     if self.attention_factor:
@@ -100,7 +104,7 @@ class RopeConfig(Options, path="model.rope"):
 
   @property
   def score_factor(self) -> float:
-    """Factor on the scores of latent attention (DeepSeek-V2)."""
+    """Factor on latent attention's scores (DeepSeek-V2); 1 without yarn or `mscale_all_dim`."""
     stretched = self.scaling == "yarn" and self.mscale_all_dim
     return _magnitude(self.factor, self.mscale_all_dim) ** 2 if stretched else 1.0
 
@@ -112,7 +116,8 @@ class RopeConfig(Options, path="model.rope"):
       case "linear":
         found = stretched
       case "llama3":
-        # `high` is 0 for frequencies at the lower bound of turns, 1 at the higher one.
+        # `high` is 0 for frequencies with at most the lower number of turns, 1 for those with at
+        # least the higher one.
         turns = self.original_context * plain / (2 * math.pi)
         bounds = self.high_freq_factor - self.low_freq_factor
         high = np.clip((turns - self.low_freq_factor) / bounds, 0, 1)
@@ -140,7 +145,7 @@ def turns(positions: Array, dim: int, theta: float, rope: RopeConfig = PLAIN) ->
 
   Args:
     positions: int32 [...].
-    dim: N, of a head.
+    dim: even number of elements that turn; `rope.share` is not applied.
     theta, rope: see `rotate`.
   """
   frequency_N = jnp.asarray(rope.frequencies(dim, theta))
@@ -151,8 +156,10 @@ def turns(positions: Array, dim: int, theta: float, rope: RopeConfig = PLAIN) ->
 def rotate(x_BSHN: Array, positions_BS: Array, theta: float, rope: RopeConfig = PLAIN) -> Array:
   """Rotary position embedding; pair i turns by position · theta^(-2i/N), stretched as configured.
 
-  Pairs are (i, i + N/2), or (2i, 2i+1) where they are interleaved; each stays where it was. With
-  `rope.share` < 1 this is done to the first `rope.turning(N)` elements, as if they were the head.
+  Pairs are (i, i + N/2), or (2i, 2i+1) where they are interleaved; the elements of a pair keep
+  their places. Sine and cosine are multiplied by `rope.amplitude`. With `rope.share` < 1 this is
+  done to the first `rope.turning(N)` elements, as to a head of that width; the rest stay as they
+  are.
 
   Args:
     x_BSHN: queries or keys, N even.

@@ -32,7 +32,8 @@ class WindowAttention(Attention):
   """`Attention` whose tokens see those of their window only.
 
   Args:
-    config: options of the attention; `causal`, `window` and rotary positions have no meaning here.
+    config: options of the attention. `mix` ignores `causal`, `window`, `chunk`, `multiplier` and
+      `sinks`. Leave out `rope_theta`: rotary positions have no meaning in a grid.
     side: G.
     window: M, a divisor of G.
     shifted: the windows are moved by M/2, as in every other block.
@@ -82,8 +83,12 @@ class WindowAttention(Attention):
 
     Args:
       projected: what `project` returned, S = G·G tokens in the order of the grid's rows.
-      positions_BS, segments_BS, cache, begins: as of `Attention.mix`; images have no documents and
-        no cache, and the order of the tokens says where they are.
+      positions_BS, segments_BS, begins: not used: images have no documents, and the order of the
+        tokens says where they are.
+      cache: None: images have no cache.
+
+    Returns:
+      y_BSD, and None in place of a cache.
     """
     del positions_BS, segments_BS, begins
     assert cache is None, "windowed attention has no cache"
@@ -138,7 +143,7 @@ def out_of_windows(x_BWQHN: Array, side: int, window: int, shift: int) -> Array:
 def relative_places(window: int) -> Int[np.ndarray, "Q Q"]:
   """Row of the table of biases for each pair (query, key) of a window's places.
 
-  A pair is as far apart as from -(M-1) to M-1 rows and columns, (2M - 1)² cases.
+  Query and key are from -(M-1) to M-1 rows and as many columns apart: (2M - 1)² cases.
   """
   at = np.stack(np.meshgrid(np.arange(window), np.arange(window), indexing="ij")).reshape(2, -1)
   apart = at[:, :, None] - at[:, None, :] + window - 1
@@ -147,7 +152,7 @@ def relative_places(window: int) -> Int[np.ndarray, "Q Q"]:
 
 @functools.cache
 def neighbours(side: int, window: int, shift: int) -> Bool[np.ndarray, "W Q Q"]:
-  """Which tokens of each window of the rolled grid were neighbours before it was rolled.
+  """Which tokens of each window of the rolled grid see each other: those from one side of the grid.
 
   The last window's rows are M - shift of the grid's lower edge and then, rolled to there, `shift`
   of its upper edge; the same holds of columns. Tokens of different parts do not see each other.

@@ -134,9 +134,10 @@ class LayerExperts(Protocol):
     ...
 
   def ready(self, gating: int, main: Any) -> Any:
-    """Called before a gating's experts compute: copies the experts if no copy has begun.
+    """Called before a gating's experts compute; from here on they must be on the device.
 
-    Args and result as for `chosen`.
+    An implementation that copies experts copies them here, if `chosen` has begun no copy. Args and
+    result as for `chosen`.
     """
     ...
 
@@ -297,13 +298,13 @@ class FFNExperts(Experts):
   With a gated activation an expert computes down(act(gate(row)) · up(row)). With `clamped_swiglu`
   gate(row) is clamped to at most 7 and up(row) to ± 7, and 1 is added to up(row).
 
-  Where several devices share an expert, each holds a part of the expert's hidden width. Tutel's
-  adaptive parallelism decides whether weights or rows travel between these devices. With r replicas
-  (`adaptive_r`) they form r groups: every device gathers the weights of its group, 1/r of the
-  hidden width; every row goes to one device of each group; and the r partial sums are added. r = 1
-  moves only weights between the devices that share an expert; r = the number of these devices moves
-  only rows. With r = 0 every device gathers the weights of all experts, and no row leaves its
-  device. Results and gradients do not depend on r.
+  Where several devices share an expert (mesh axis `shard`), each holds a part of the expert's
+  hidden width. Tutel's adaptive parallelism decides whether weights or rows travel between these
+  devices. With r replicas (`adaptive_r`) they form r groups: every device gathers the weights of
+  its group, 1/r of the hidden width; every row goes to one device of each group; and the r partial
+  sums are added. r = 1 moves only weights between the devices that share an expert; r = the number
+  of these devices moves only rows. With r = 0 every device gathers the weights of all experts, and
+  no row leaves its device. Results and gradients do not depend on r.
 
   Args:
     config: see `FFNExpertsConfig`.

@@ -145,7 +145,8 @@ class CosineGate(nnx.Module):
   """Logits are a scale times the cosine of the projected token and each expert's direction.
 
   It is Tutel's gate `cosine_top`; see `cosine_logits`. Projection and bias start uniform in ±1/√D,
-  directions as N(0, 0.01²). The scale, at most 100, starts at 2; its parameter is the logarithm.
+  with D the tokens' width, and directions as N(0, 0.01²). The scale, at most 100, starts at 2; its
+  parameter is the logarithm.
   """
 
   def __init__(

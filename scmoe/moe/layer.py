@@ -78,7 +78,7 @@ class MoECall:
       An array [B] has an index for each row of tokens [B, ..., D] (`router.tasks`).
     capacity_factor: replaces `dispatch.capacity_factor` in this call (Tutel's runtime capacity); 0
       drops nothing, any other value may, even with the transports `dropless` and `put`. None: the
-      configured factor.
+      configured factor, which `dropless` and `put` do not read.
     no_drop: whether every expert has room for all tokens, whatever the factor (decoding, exact
       evaluation).
   """
@@ -147,8 +147,8 @@ class MoE(nnx.Module):
     rngs: stream `params` for the initial weights.
 
   Raises:
-    ConfigError: options of the router do not fit each other, `gates` is empty, or the gate or the
-      experts that an option names cannot be made.
+    ConfigError: an argument has the wrong type, options of the router do not fit each other,
+      `gates` is empty, or the gate or the experts that an option names cannot be made.
   """
 
   def __init__(

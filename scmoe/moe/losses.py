@@ -1,6 +1,7 @@
 """Balancing losses, the z-loss, router statistics and balancing biases, computed from `RouterSums`.
 
-Only the biases have a state, which each optimizer step hands to the next (`init_bias`).
+`router_sums` makes these sums of a routing. Only the biases have a state, which each optimizer step
+hands to the next (`init_bias`).
 """
 
 from __future__ import annotations
@@ -67,12 +68,13 @@ def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
 def computing(sums: RouterSums) -> RouterSums:
   """`RouterSums` in which `choices` and the sums per expert leave out the zero experts.
 
-  `probs_E` and `first_E` are scaled so that each again adds up to the number of tokens; the sums
-  without an expert dimension, but for `choices`, stay as they are. The losses balance the computing
-  experts with each other; the balancing bias controls the share of zero experts (`update_bias`).
-  Example: 100 tokens, K = 2, and zero experts have 50 of the 200 choices and 0.3 of the
-  probability. Then `choices` becomes 150, the computing experts' probabilities are divided by 0.7,
-  and the numbers of their first choices are scaled up to a sum of 100.
+  `probs_E` and `first_E` are scaled so that each again adds up to the number of tokens (`first_E`
+  stays 0 if every first choice is a zero expert); the sums without an expert dimension, but for
+  `choices`, stay as they are. The losses balance the computing experts with each other; the
+  balancing bias controls the share of zero experts (`update_bias`). Example: 100 tokens, K = 2, and
+  zero experts have 50 of the 200 choices and 0.3 of the probability. Then `choices` becomes 150,
+  the computing experts' probabilities are divided by 0.7, and the numbers of their first choices
+  are scaled up to a sum of 100.
   """
   if not sums.zero_experts:
     return sums
@@ -124,11 +126,11 @@ def _variation(v_E: Array) -> Array:
 def megablocks_loss(sums: RouterSums) -> Array:
   """MegaBlocks' balancing loss per layer, E · Σ_e (share of choices for e) · mean_t(probs_te).
 
-  All K choices of a token count, also those that the transport drops; the gradient flows through
-  the probabilities only. The loss is 1 for a uniform router and 0 without tokens; for K = 1 it is
-  the GShard loss. With `counts`, each expert's choices, and T tokens, the mean over L layers is
-  MegaBlocks' global loss E / (L·T·K) · Σ_layers ⟨counts, mean_t probs_t⟩, without its coefficient
-  (moe_loss_weight).
+  All choices of a token that are taken count (K, but for token rounding), also those that the
+  transport drops; the gradient flows through the probabilities only. The loss is 1 for a uniform
+  router and 0 without tokens; for K = 1 without token rounding it is the GShard loss. With
+  `counts`, each expert's choices, and T tokens, the mean over L layers is MegaBlocks' global loss
+  E / (L·T·K) · Σ_layers ⟨counts, mean_t probs_t⟩, without its coefficient (moe_loss_weight).
   """
   share_E = jax.lax.stop_gradient(sums.load_E) / jnp.maximum(sums.choices, 1)[..., None]
   mean_E = sums.probs_E / jnp.maximum(sums.tokens, 1)[..., None]
@@ -247,7 +249,7 @@ def update_bias(
   μ (K_e/K · 1/N − T_i / (K·T)): the bias is then the sum of such terms, the integral part of a
   controller. The other two terms are the increments of its proportional and its derivative part.
   The biases of zero experts stay 0: once all computing experts have their share, the rest goes to
-  zero experts. A layer without tokens keeps its biases.
+  zero experts. A layer without a taken choice keeps its biases.
 
   Args:
     state: see `init_bias`.

@@ -192,8 +192,8 @@ class RouterConfig(Options, path="router"):
   def real_share(self, k: int, num_experts: int, zero_experts: int) -> float:
     """The share of the choices that computing experts, not zero experts, are meant to get.
 
-    It is K_e / K with K_e = `real_experts`, the mean number of computing experts per token; if that
-    is 0, E / (E + zero_experts). Without zero experts it is 1.
+    It is K_e / K with K_e = `real_experts`, the mean number of computing experts per token. If
+    `real_experts` is 0, it is E / (E + zero_experts), and without zero experts it is 1.
 
     Args:
       k: K, choices per token.
@@ -213,9 +213,10 @@ class RouterConfig(Options, path="router"):
       k, num_experts, zero_experts: see `real_share`.
 
     Raises:
-      ConfigError: k is larger than the number of experts; the groups are not equal, or too small
-        for `group_score` or k; `real_experts` is larger than k or given without zero experts; or
-        zero experts meet uniform choices or token rounding. It names what would do.
+      ConfigError: k is larger than the number of experts, zero experts included; the groups are not
+        equal, or too small for `group_score` or k; `real_experts` is larger than k or given without
+        zero experts; or zero experts meet uniform choices or token rounding. It names what would
+        do.
     """
     total = num_experts + zero_experts
     if k > total:

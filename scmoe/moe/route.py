@@ -35,10 +35,14 @@ def route(
   the softmax comes after the choice; here, as in Tutel, the scores come before it, so that the gate
   gets a gradient for k = 1 too (see `choice_weights`).
 
+  With `router.compat.uniform` the experts come in turn, whatever their scores are; the weights are
+  those of the k experts that the gate would choose.
+
   NaN or infinite logits raise no error: the token's experts stay valid indices, and
   `RouterSums.nonfinite` counts the token if it is not masked. For such a token, a NaN logit, or one
-  of +inf under a softmax, makes the weights and so the loss NaN; the training step then skips its
-  update.
+  of +inf under a softmax, makes all probabilities NaN (`probs_TE`). The weights become NaN too,
+  unless a kernel chooses and passes over an expert with a NaN logit (`gate_top_k`). NaN weights, or
+  NaN probabilities in a balancing loss, make the loss NaN; the training step then skips its update.
 
   Args:
     x_TD: the tokens of this device. T = 0 gives empty arrays and counts of 0.
@@ -59,7 +63,7 @@ def route(
   Raises:
     ConfigError: an argument has the wrong type or shape; k is below 1, or larger than the number
       of experts or of those in open groups; the gate returns the wrong shape or type; or, in
-      training, the rounding tile is larger than T.
+      training, the rounding tile is larger than T and T is not 0.
   """
   scores = score(x_TD, gate, config, k, num_experts, mask_T, training)
   chosen_TK = scores.best(k, bias_E)
@@ -107,7 +111,7 @@ def route_distinct(
   return dataclasses.replace(routing, zero_experts=zero_experts)
 
 
-# -- the `Routing` that `route` returns -----------------------------------------------------------
+# -- the `Routing` of a choice --------------------------------------------------------------------
 
 
 def _routing(

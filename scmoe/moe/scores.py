@@ -75,7 +75,8 @@ class Scores:
   def scores_TE(self) -> Array:
     """The experts' scores: the softmax of each token's logits, or the sigmoid of each logit.
 
-    `choice_weights` makes the weights of choices from them, or equal ones from the logits.
+    `choice_weights` makes the weights of choices from them, or, where these give the same weights,
+    from the logits or from `share_TK`.
     """
     return jax.nn.sigmoid(self.logits_TE) if self.independent else jax.nn.softmax(self.logits_TE)
 
@@ -83,7 +84,8 @@ class Scores:
   def probs_TE(self) -> Array:
     """Each token's scores, divided by their sum where they are sigmoids (DeepSeek-V3, Eq. 19).
 
-    Losses, statistics, token rounding and the order `priority` read these probabilities.
+    The balancing losses except `load_importance`, the statistics of probabilities, token rounding
+    and the order `priority` read them.
     """
     scores_TE = self.scores_TE
     return scaled_weights(scores_TE, True) if self.independent else scores_TE
@@ -169,7 +171,7 @@ def score(
   mask_T: Array | None,
   training: Draws | None,
 ) -> Scores:
-  """Runs the gate on the tokens, with jitter, and with noise, that `config` and `training` have.
+  """Runs the gate on the tokens; applies jitter and noise, each if `config` and `training` have it.
 
   Jitter multiplies the tokens that the gate reads; noise is added to the gate's logits. A gate with
   a method `top_k` also finds the k best experts, unless noise is added. The gate reads zeros for

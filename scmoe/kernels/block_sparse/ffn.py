@@ -1,8 +1,9 @@
 """The experts' network as MegaBlocks' `mlp_impl=sparse` computes it, by block-sparse products.
 
-`model.ffn.impl=block_sparse` selects it. SDD multiplies the rows by all experts' first matrices and
-stores only the blocks that belong to a row's own expert. The activation follows. DSD multiplies
-these blocks by all experts' second matrices, and the result is dense.
+`model.ffn.impl=block_sparse` selects it. SDD is the product of the rows with the first matrices of
+all experts, side by side; it computes only the blocks of each row's own expert. A gated activation
+has two such products. The activation follows. DSD multiplies these blocks by all experts' second
+matrices, and the result is dense.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Activation:
   def pullback(
     self, h: Sequence[jax.Array]
   ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
-    """(a, function from the gradient of a to the gradients of h); arguments as of `of`.
+    """(a, function from the gradient of a to the gradients of h); arguments as for `of`.
 
     The function returns a tuple in the order of h.
     """
@@ -99,7 +99,7 @@ _GELU_CUBIC = 0.044715
 
 
 def _gelu_inner(h):
-  """t with Φ(h) ≈ 0.5 + 0.5 · tanh(t) = sigmoid(2 t)."""
+  """The number t for which Φ(h) ≈ 0.5 + 0.5 · tanh(t) = sigmoid(2 t)."""
   return _SQRT_2_OVER_PI * (h + _GELU_CUBIC * (h * (h * h)))
 
 
@@ -143,8 +143,9 @@ def _gelu_exact_grad(h):
   return h * cdf, cdf + h * jnp.exp(-0.5 * h * h) / _SQRT_2_PI
 
 
-# Φ(-|h|) = exp(-h²/2) · t · polynomial(t), t = 1 / (1 + p |h| / √2), to 7.5e-8 (Abramowitz and
-# Stegun 7.1.26). The coefficients are half of the published ones, which give erfc.
+# Φ(-|h|) = exp(-h²/2) · t · polynomial(t) with t = 1 / (1 + 0.3275911 |h| / √2), to 7.5e-8
+# (Abramowitz and Stegun 7.1.26). The coefficients, that of the highest power first, are half of the
+# published ones, which give erfc.
 _TAIL_SLOPE = 0.3275911 * _SQRT_HALF
 _TAIL = (0.5307027145, -0.7265760135, 0.7107068705, -0.142248368, 0.127414796)
 

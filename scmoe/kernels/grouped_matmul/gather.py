@@ -75,9 +75,9 @@ def start_gather(
     stage: which stage.
     first_row: first entry of `index`.
     first_col: first column of x.
-    prefetch: the entries of `index` that lie so many entries after those read here are brought
-      into the L1 cache. It is for callers that read other rows at each step, because a copy cannot
-      start before its index has arrived. 0: none.
+    prefetch: the entries of `index` that lie so many entries after the first 16 read here are
+      brought into the L1 cache, with the rest of their cache lines. It is for callers that read
+      other rows at each step, because a copy cannot start before its index has arrived. 0: none.
   """
   from scmoe.kernels.grouped_matmul.pipeline import swizzled
 
@@ -117,7 +117,8 @@ class _Gather:
     block_rows, block_cols: rows and columns of a stage.
     itemsize: bytes of an element.
     row_bytes: bytes of a row of x.
-    prefetch: how many entries after its own a thread prefetches; 0: it prefetches none.
+    prefetch: how many entries of the index lie from a thread's first entry to the one that it
+      prefetches; 0: it prefetches none.
   """
 
   block_rows: int

@@ -165,7 +165,7 @@ def row_groups(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
 
 
 def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
-  """For each row given its row in the layout's tiles; `layout.num_rows` for a row of no group.
+  """For each row given, its row in the layout's tiles; `layout.num_rows` for a row of no group.
 
   The rows given lie group after group, without padding, and those of no group after them. The
   layout has one run. In the example at the top: 0 1 2 4 5.
@@ -180,7 +180,7 @@ def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
 
 
 def source_rows_of(layout: GroupLayout) -> jax.Array:
-  """For each row of the layout's tiles the row given that it holds; -1 for padding.
+  """For each row of the layout's tiles, the row given that it holds; -1 for padding.
 
   The rows given lie group after group, without padding. The layout has one run. In the example at
   the top: 0 1 2 -1 3 4 -1 -1.
@@ -220,12 +220,12 @@ class RowLayout:
       M  rows at hand      K  copies of each      G  groups: the experts of this device
 
   There are four kinds. *Tokens in place* have K copies each, with weights, and the experts' network
-  adds up a token's copies (`choices_layout`). Exchanged rows have one copy each, without a weight:
-  they lie in no tiles (`arrived_layout`, `sorted_layout`), or the transport has put them into the
-  experts' tiles (`tiled_layout`). *Padded experts* have equal room (`padded_layout`): C rows
-  for each expert from each of W source ranks. The place of a row then tells its expert, and the
-  arrays are None. Worked example of the first kind, three tokens with two choices among experts 0,
-  1, 2:
+  adds up a token's copies (`choices_layout`). In the other kinds a row has one copy, without a
+  weight. *Loose rows* lie in no tiles (`arrived_layout`, `sorted_layout`). *Tiled rows* were put
+  into the experts' tiles by the transport (`tiled_layout`). *Padded experts* have equal room
+  (`padded_layout`): C rows for each expert from each of W source ranks. The place of a row then
+  tells its expert, and the arrays are None. Worked example of the first kind, three tokens with two
+  choices among experts 0, 1, 2:
 
       group_MK     = [[1, 0], [1, 2], [0, 3]]      the last choice is not made: 3 is no expert
       position_MK  = [[0, 1], [1, 0], [0, 0]]      token 1 is the second row of expert 1

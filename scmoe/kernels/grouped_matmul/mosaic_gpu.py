@@ -151,10 +151,10 @@ def forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   """Every row through its expert, as `xla.forward`, by one product kernel for each layer.
 
-  The first product also gathers its rows, or another kernel copies them before (see
-  `GATHERED_BEFORE`). The products add biases and apply the activation. With fp8 they multiply fp8
-  operands where all widths are multiples of 128, fp8's block. For other widths they multiply the
-  rounded operands in the rows' type.
+  With a permutation the first product gathers its rows, or a kernel or XLA brings them to their
+  tiles before it (see `GATHERED_BEFORE`). The products add biases and apply the activation. With
+  fp8 they multiply fp8 operands where all widths are multiples of 128, fp8's block. For other
+  widths they multiply the rounded operands in the rows' type.
   """
   product, between = _product, lambda a_RF: a_RF
   if how.fp8 and all(size % fp8.BLOCK == 0 for size in weights.widths):

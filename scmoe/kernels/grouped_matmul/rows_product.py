@@ -73,7 +73,7 @@ class Memory:
     store_buffers: the buffers through which `store_tiles` stores.
     full, empty: barriers of the ring's stages.
     gathered: barriers of rows that the producer gathers.
-    bias, bias_loaded: the tile's biases, where there are any.
+    bias, bias_loaded: the tile's biases, and the barriers of their loads; None without biases.
   """
 
   lhs: Any
@@ -181,7 +181,7 @@ class _Shape:
     n: N, columns of a result.
     parts: how many results there are.
     segments: how many lhs operands are contracted one after the other.
-    steps: K steps of each lhs operand.
+    steps: steps along K, of `tiling.depth` elements, for each lhs operand.
     divided: row tiles of the tiling in a tile of the layout, 1 or 2.
     transpose_rhs: whether the last dimension of rhs is contracted.
     gathers: whether the producer gathers the rows.

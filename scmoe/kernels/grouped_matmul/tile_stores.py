@@ -30,9 +30,10 @@ def store_tiles(
     consumer: number of this consumer.
   """
   count, rows = buffers.shape[1], buffers.shape[2]
-  # A tile's chunks use the buffers in turn, from buffer 0 on: three chunks use 0, 1, 0. Here the
-  # newest store of the tile before is from buffer 0, where this tile begins, so that this tile
-  # first waits for all stores. After four chunks (0, 1, 0, 1) it waits for all but the newest.
+  # A tile's chunks use the buffers in turn, from buffer 0 on: with two buffers, three chunks use 0,
+  # 1, 0. Then the newest store of the tile before is from buffer 0, where this tile begins, so that
+  # this tile first waits for all stores. After four chunks (0, 1, 0, 1) it waits for all but the
+  # newest.
   begins_free = sum(width // CHUNK for _, width in values) % count == 0
   used = 0
   for (value, width), out, col in zip(values, outs, first_cols):

@@ -3,8 +3,8 @@
 `python -m scmoe.bench.tune` measures `variants` on a user's GPU and keeps the fastest (`tuned`). A
 product that it did not measure takes its entry of `tiling_tables.TABLE`. A product without an
 entry, or with a result that is not of 2-byte elements, takes the first of `candidates`. That
-function orders tilings by rules on the widths, and has one for all widths that are multiples of 64.
-Products of fp8 operands all take `FP8`.
+function orders tilings by rules on the widths, and finds at least one for any two widths that are
+multiples of 64. Products of fp8 operands all take `FP8`.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
 def candidates(
   kind: str, width: int, n: int, out_itemsize: int = 2, *, gathered: bool = False
 ) -> list[Tiling]:
-  """Tilings that fit a product; the one that the rules of `tiling_tables` prefer is the first.
+  """Tilings that fit a product; the first is the one that the rules here and in the tables prefer.
 
   Args:
     kind: one of `KINDS`.

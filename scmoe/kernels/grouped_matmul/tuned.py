@@ -55,7 +55,7 @@ _tables: dict[str, Table] = {}  # by device kind: read from its file, or given t
 def file_of(device_kind: str) -> Path:
   """The file of a kind of device's measurements: $XDG_CACHE_HOME/scmoe/tilings/KIND.json.
 
-  Without that variable the folder is ~/.cache.
+  Without that variable ~/.cache takes its place.
   """
   cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
   name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
@@ -78,7 +78,10 @@ def use(device_kind: str, found: Table) -> None:
 
 
 def stored(device_kind: str) -> Table:
-  """The content of a kind of device's file; {} without a file, {} and a warning for a bad one."""
+  """The content of a kind of device's file; {} without a file, {} and a warning for a bad one.
+
+  A file whose path is relative is not read: the result is {}.
+  """
   file = file_of(device_kind)
   # The path is relative without a home folder, or if XDG_CACHE_HOME is; `keep` refuses to write.
   if not file.is_absolute():

@@ -65,7 +65,8 @@ class _Products:
   Attributes:
     product: (rows, matrix, transpose=False) -> rows @ matrix, or @ matrix.T.
     outer: (lhs rows, rhs rows) -> lhs.T @ rhs, the form of a matrix's gradient.
-    total: rows -> their sum, in the accumulation type.
+    total: rows -> their sum, for all groups at once the sum of each group, in the accumulation
+      type.
     of_rows: bias -> the bias of each row.
   """
 

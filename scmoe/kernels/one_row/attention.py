@@ -297,8 +297,9 @@ def _warpgroups(rows: int) -> int:
 def _parts(length: int, heads: int, blocks: int) -> int:
   """P, the number of CTAs that share the cache of one row's head of keys.
 
-  They are as many as it takes for each to read at most `blocks` blocks of 64 positions, unless all
-  heads' CTAs together would then outnumber the multiprocessors.
+  They are as many as it takes for each to read at most `blocks` blocks of 64 positions. If all
+  heads' CTAs together would then outnumber the multiprocessors, they are the most that do not, but
+  at least one.
 
   Args:
     length: T.

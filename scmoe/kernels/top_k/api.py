@@ -229,8 +229,8 @@ def _gate_top_k_bwd(static, residuals, cotangents):
   For a float32 gate the terms are bfloat16, since a float32 product takes 15 times as long. The
   gradient of its weights is float32, so it takes all three terms of dlogits. The gradient of the
   tokens is rounded to bfloat16's 8 bits: two terms of dlogits and two of the weights are enough,
-  and of the four products of these the three largest. A gate in the tokens' type has one term, and
-  then dlogits is rounded to one term, too.
+  and of the four products of these the three largest. A gate that the forward pass multiplies in
+  the tokens' type has one term, and then dlogits is rounded to one term, too.
   """
   (x_TD, gate_DE), dlogits_TE, terms = residuals, cotangents[0], static[1]
   dlogits = split_terms(dlogits_TE, terms, x_TD.dtype)

@@ -248,8 +248,9 @@ class _Cta:
       # The smallest id among equals, as `lax.top_k` chooses.
       chosen = -jnp.max(jnp.where(is_largest, -ids, jnp.full_like(ids, -_LARGE)), axis=1)
       left = jnp.where(ids == lax.broadcast_in_dim(chosen, shape, (0,)), lowest, left)
-      # NaN equals nothing, so no id is found, and the last expert is taken. Any expert would do:
-      # the loss is NaN as well, and the training step skips its update (see `moe.route.route`).
+      # If the largest is NaN, it equals nothing: no id is found, and the last expert is taken. Any
+      # expert would do, since the token's probabilities are NaN whichever it visits
+      # (`moe.route.route` says what follows).
       chosen = jnp.minimum(chosen, jnp.full_like(chosen, experts - 1))
       self.smem.expert[consumer, k] = chosen.astype(jnp.int32)
 

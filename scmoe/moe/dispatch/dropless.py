@@ -95,8 +95,9 @@ class Dropless:
       share; at least 1, by default 1.25.
     chunks: number of parts of the first round that travel, and are computed, one after the other.
     order: the order of a queue's choices of one expert; see `queue_positions`.
-    longest: an upper bound of a queue's length, if one is known (`Packed`). If the first round has
-      room for so many rows, overflow rounds are left out of the program.
+    longest: an upper bound of a queue's length, if one is known (`Packed`). The first round is no
+      larger than so many rows need; if it has room for them, overflow rounds are left out of the
+      program.
   """
 
   exchange: Exchange

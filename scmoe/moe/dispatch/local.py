@@ -38,8 +38,9 @@ class Local:
   ) -> Dispatched:
     """The tokens themselves, or weighted rows sorted by expert; see `Transport.dispatch`.
 
-    The layout names all experts of each token. If weights multiply the experts' input, the result
-    has a weighted row for each choice instead, and these rows are sorted by expert.
+    With the tokens, the layout names the experts of each token's taken choices, and their weights.
+    If weights multiply the experts' input, the result has a weighted row for each taken choice
+    instead, these rows are sorted by expert, and zeros fill the rest.
     """
     del experts
     one, none = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)

@@ -68,7 +68,10 @@ class Put(Dropless):
   def _send(
     self, x_TD: Array, routing: Routing, queues: Queues, chunk: int, size: int, before: Array | None
   ) -> tuple[Chunk, Queues, Array | None]:
-    """Puts the rows of one chunk of every queue into the experts' tiles; see `Dropless._send`."""
+    """Puts the rows of one chunk of every queue into the experts' tiles; see `Dropless._send`.
+
+    Only with `before` does a barrier tie the queues: to the tokens that are put, and to `before`.
+    """
     plan = _make_plan(routing.expert_TK, queues, self.exchange, chunk * size, size)
     _check_rows(x_TD, plan)
     if before is not None:

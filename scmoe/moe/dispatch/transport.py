@@ -46,7 +46,7 @@ class Transport(Protocol):
     ...
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """Brings the experts' outputs back and adds up those of each token, in the rows' type.
+    """Brings the experts' outputs back and adds up those of each token; the result has their type.
 
     The result is `y[t] = Σ_k weight[t, k] · expert[t, k](x[t])` over the choices that were taken
     and not dropped. If weights multiply the input, it is `Σ_k expert[t, k](weight[t, k] · x[t])`.
@@ -94,13 +94,15 @@ def make_transport(
   A call must not drop choices in three cases: `no_drop` is set; its capacity factor is 0; or
   `dispatch.transport` is `dropless` or `put` and the argument `capacity_factor` is None. Without an
   exchange it then gets `Local`; with one it gets `Put` if the option is `put`, else `Dropless` (in
-  the ablation `silent` always `Dropless`). Other calls get `Packed` if the option is `packed`, else
-  `Capacity`. But without an exchange no buffer needs a fixed size: other calls then always get
-  `Packed`, unless the experts take buffers of equal size.
+  the ablation `silent` always `Dropless`). Other calls get `Packed` if the option is `packed`. They
+  also get it without an exchange, where no buffer needs a fixed size, unless the experts take
+  buffers of equal size. The rest get `Capacity`.
 
-  With zero experts, `Computed` wraps the transport of the computing experts. A user's own transport
-  (`dispatch.transport=module:Name`) is called with `config`, `tokens`, `num_experts`, `k`, `order`,
-  `capacity_factor`, `no_drop` and `exchange`, whatever the three cases say.
+  With zero experts, `Computed` wraps the transport of the computing experts, which is made for
+  ⌈k · real_share⌉ choices per token, at least 1. A user's own transport
+  (`dispatch.transport=module:Name`) is called with `config`, `tokens`, `num_experts`, `k` (with
+  zero experts that number), `order`, `capacity_factor`, `no_drop` and `exchange`, whatever the
+  three cases say.
 
   Args:
     config: the layer's options of the transport.
@@ -113,7 +115,8 @@ def make_transport(
     no_drop: whether to drop nothing, whatever the configuration says (decoding, exact evaluation).
     buffers: whether the experts take buffers of equal size (`model.ffn.impl=batched`).
     zero_experts: number of zero experts, with ids from E on; their choices send no rows.
-    real_share: expected share of the choices that computing experts get; buffers are sized for it.
+    real_share: with zero experts, the expected share of the choices that computing experts get;
+      buffers are sized for it.
 
   Raises:
     ConfigError: an argument is out of range, a buffer would have no rows, `dispatch.groups` does

@@ -17,7 +17,9 @@ from scmoe.moe.options import RouterConfig
 
 
 class Multitask(LanguageModelObjective):
-  """Cross-entropy over the rows of all tasks, and the losses of the routers (SE-MoE's UFO).
+  """Cross-entropy over the rows of all tasks, and the losses of the routers.
+
+  SE-MoE trains its model UFO so (arXiv 2205.10034).
 
   `Batch.domain` is the task of each row, which decides the row's gate. A step's loss is that of a
   run of one task: a sum over all counted tokens, divided once by their number. So a task counts by

@@ -167,7 +167,8 @@ class Trunk(nnx.Module):
 
     Args:
       batch: number of rows; in the manual region those of this device.
-      length: number of positions of the caches.
+      length: least number of positions of the caches; an attention rounds it up where its kernel
+        needs it.
       dtype: dtype of keys and values; None: the compute dtype.
     """
     empty = lambda attention: attention.empty_cache(batch, length, dtype or self.config.dtype)

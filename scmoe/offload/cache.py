@@ -26,7 +26,9 @@ from scmoe.parallel.collectives import total
 from scmoe.parallel.mesh import own_share, parameter_specs
 
 POLICIES = ("lfu", "lru")
-HOLDERS = ("data", "expert")  # axes of devices with experts of their own, or with copies of them
+# Every device along these axes has caches of its own: along `expert` devices hold different
+# experts, along `data` copies of the same ones.
+HOLDERS = ("data", "expert")
 
 
 class CachePolicy(NamedTuple):

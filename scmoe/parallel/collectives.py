@@ -1,7 +1,10 @@
-"""The collectives of the manual region (`mesh.manual`), each under a name for traces and tests.
+"""Collectives of the manual region (`mesh.manual`), and the names that all collectives have.
 
-All are differentiable, except `gathered` and `largest`. None sends anything over an axis of one
-device.
+Every collective of a program runs under one of `NAMES`, by which traces and tests know it. This
+module holds those that several packages use. All of these are differentiable, except `gathered` and
+`largest`, and none sends anything over an axis of one device. The others are issued where they are
+needed, for example the gathers of shares (`scmoe.parallel.shares`) and the sums of gradients
+(`scmoe.parallel.gradients`).
 """
 
 from __future__ import annotations

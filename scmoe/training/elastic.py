@@ -195,7 +195,7 @@ class Supervisor:
   # -- between two turns ------------------------------------------------------------------------
 
   def _wait(self) -> int | None:
-    """Begins the turn that is planned, if this member is in it; the first usable one plans it.
+    """Begins the turn that is planned, if this member is in it; the first usable member plans it.
 
     Returns:
       the member's exit code if it was told to stop or the run has ended; else None.
@@ -376,7 +376,7 @@ class Supervisor:
       # The signal ends a command that has not begun to train: nothing is lost.
       return Preempted.code if code == 128 + signal.SIGTERM else code
     if code != Preempted.code:
-      # A stuck collective ends a command because of another host.
+      # The watchdog ends a command whose collective is stuck, which is another host's fault.
       own = code != WATCHDOG_EXIT
       return self._died(f"the training ended with {code}", counts=True, own=own)
     last = [self.me, *(self.others.last(number) for number in self.plan.members)]

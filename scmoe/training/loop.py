@@ -452,7 +452,8 @@ class Run:
   def flush(self) -> None:
     """Waits for the pending step, if there is one; logs it where due; raises if it ends the run.
 
-    It also says on the console that the step was skipped, and why.
+    If the step was skipped, it says so on the console, with the loss and the gradient norm, or the
+    loss scale of an overflow.
 
     Raises:
       NonFiniteError: more than train.max_skipped_in_row steps in a row were skipped, or this one

@@ -188,7 +188,10 @@ class Others:
       self._seen = {n: (m, min(at + late, self._looked)) for n, (m, at) in self._seen.items()}
 
   def last(self, number: int) -> Member | None:
-    """A member's newest file, dead or alive; None if it wrote nothing since this object watches."""
+    """A member's newest description of itself, whether the member is alive or not.
+
+    None if it wrote nothing since this object watches.
+    """
     return self._seen[number][0] if number in self._seen else None
 
   def is_silent(self, number: int) -> bool:

@@ -18,7 +18,7 @@ from scmoe.training.options import OptimizerConfig
 from scmoe.training.spikes import Spikes
 from scmoe.training.streamed_update import OnHost
 
-# A parameter does not decay if one of these words is a part of one of its path's last two names.
+# A parameter does not decay if one of its path's last two names contains one of these words.
 UNDECAYED = ("bias", "scale", "norm", "gain", "sinks")
 
 
@@ -76,7 +76,8 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decay_mask(params: Any) -> Any:
-  """A bool per parameter, True if it decays: matrices do, but no bias, scale, norm, gain or sinks.
+  """A bool per parameter, True if it decays: arrays of two dimensions or more, but no bias, scale,
+  norm, gain or sinks.
 
   The mask looks at the last two names of a parameter's path too (`UNDECAYED`), because a stack of
   layers turns a vector into a matrix.

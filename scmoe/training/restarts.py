@@ -21,7 +21,8 @@ from scmoe.training.signals import hangups
 
 # Exit codes after which the run is not started again; see `scmoe.base.errors` for their meaning.
 FINAL = (0, 2, 3, 4, 5, 6, GAVE_UP_EXIT, 75)
-# Most seconds between two starts. The wait is 1 s at first and doubles with each restart in a row.
+# Most seconds from the command's end to its next start. The wait is 1 s at first and doubles with
+# each restart in a row.
 LONGEST_WAIT = 60.0
 
 

@@ -338,7 +338,7 @@ class _Together:
       lane.step = max(other.step for other in self.lanes)
 
   def _finish(self) -> list[TrainState]:
-    """Saves, evaluates and sums up the runs that have not failed; returns all states, or raises.
+    """Ends the runs that have not failed (`Run.finish`); returns all states, or raises.
 
     Raises:
       Preempted: the runs were stopped; raised when all that have not failed are saved.

@@ -70,7 +70,7 @@ class StopRequest:
     with contextlib.suppress(OSError):
       os.write(2, text.encode())
     if number == signal.SIGINT:
-      # With the handler of before, a second SIGINT ends the process.
+      # The handler from before this context is put back: with it a second SIGINT ends the process.
       signal.signal(signal.SIGINT, self._before[number])
     if self._several:
       os.kill(os.getpid(), signal.SIGTERM)  # jax tells all processes of the run that one got it

@@ -51,7 +51,7 @@ class Variant:
     return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
-# A function from the fastest variant so far to one that may be faster.
+# A function from one variant, for example the fastest so far, to another that may be faster.
 Change = Callable[[Variant], Variant]
 
 # For each field of `Variant` that `train.tune` may name, the words that it takes; (): it takes

@@ -237,7 +237,7 @@ class Server:
 
   @property
   def busy(self) -> bool:
-    """Whether `step` has work: a request without an answer, or results that nobody has read."""
+    """Whether `step` has work: a request without an answer, or results the host has not read."""
     return bool(self._waiting or self._unread or any(part.jobs for part in self._parts))
 
   def __iter__(self) -> Iterator[Answer]:

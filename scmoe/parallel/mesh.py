@@ -303,11 +303,10 @@ def manual(function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: An
 
   Every device runs the function given; its body is called the manual region. Each call of a
   program (training step, evaluation, prefill, decoding) enters it once, over all axes of the mesh.
-  Inside, arrays are one device's
-  shares, and layers and losses are plain functions of them. Data travel only by collectives that
-  the functions call, each under a name of `scmoe.parallel.collectives.NAMES`. XLA's partitioner
-  adds no collective: the schedule would not know of it, and it could separate an exchange from the
-  work beside it. Take gradients inside
+  Inside, arrays are one device's shares, and layers and losses are plain functions of them. Data
+  travel only by collectives that these functions call, each under a name of
+  `scmoe.parallel.collectives.NAMES`. XLA's partitioner adds no collective: the schedule would not
+  know of it, and it could separate an exchange from the work beside it. Take gradients inside
   (`scmoe.training.step`): taken outside, on a mesh with a tensor axis, they would be too small.
 
   Args:

@@ -9,11 +9,10 @@ cause. For `gpt2_moe_medium` with 4 layers over a slow link such steps took 181 
 no round overflowed (experiments/LOG.md, 2026-11-27).
 
 So the embeddings of tokens, and of the patches of images, are `SPREAD` times as large as a run
-initialises them. What tells tokens apart then
-outweighs what their sequence adds, and the loads of experts come out as even as those of a trained
-router: the fullest of 16 experts gets 1.2 to 1.4 times the mean load in every block instead of up
-to 2.3 times. The timed steps hardly change that: each is step 0 of the run, whose learning rate is
-the smallest of the warm-up.
+initialises them. What tells tokens apart then outweighs what their sequence adds, and the loads of
+experts come out as even as those of a trained router: the fullest of 16 experts gets 1.2 to 1.4
+times the mean load in every block instead of up to 2.3 times. The timed steps hardly change that:
+each is step 0 of the run, whose learning rate is the smallest of the warm-up.
 """
 
 from __future__ import annotations

@@ -167,9 +167,8 @@ def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
   """A stored configuration, completed by the fields that later versions added (`_SINCE`).
 
-  Such a field gets the value that describes what runs before it did.
-  Sections that later versions added are added to a whole configuration only, which has `model` and
-  `data`.
+  Such a field gets the value that describes what runs before it did. Sections that later versions
+  added are added to a whole configuration only, which has `model` and `data`.
   """
   stored = {part: config[part] for part in _SINCE if isinstance(config.get(part), dict)}
   whole = {"model", "data"} <= set(config)  # else `config` holds some sections, and gets no others

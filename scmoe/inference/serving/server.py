@@ -365,9 +365,8 @@ class Server:
 
     If no page is free, the host first reads the results of all turns, since a request may have
     ended. If still none is free, the youngest request of the part, perhaps this one, is put back:
-    it waits again,
-    in front of those that came later, and its prompt and new tokens are read anew. The oldest
-    request can always go on, as the pool holds one text of the model's context.
+    it waits again, in front of those that came later, and its prompt and new tokens are read anew.
+    The oldest request can always go on, as the pool holds one text of the model's context.
     """
     part = next((part for part in self._parts if job in part.jobs), None)
     while part and job.is_running and job.position // self.page_tokens >= len(job.pages):

@@ -190,7 +190,8 @@ class ModelConfig(BlockConfig):
 
     `dense_layers`, `full_attention_layers` and `nope_layers` keep the numbers below `layers`. If
     all layers that are left were dense, the last one gets a MoE. If no `nope_layers` are left,
-    `attention_temperature` is 0. In a Swin `vision.depths` decides, and nothing changes.
+    `attention_temperature` is 0. In a Swin `vision.depths` decides the number of layers: `resolve`
+    replaces the one given here.
     """
 
     def kept(name: str, below: int) -> str:

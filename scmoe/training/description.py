@@ -24,7 +24,7 @@ from scmoe.training.fingerprint import survey
 from scmoe.training.schema import SCHEMA, upgraded
 
 PyTree = Any
-# A field of a step's meta, true if the step holds weights and no state of an optimizer.
+# Name of a field of a step's meta; it is true if the step holds weights and no optimizer's state.
 WEIGHTS_ONLY = "weights_only"
 # The folder that holds all arrays of a step that was saved in pieces.
 PIECES = "params"

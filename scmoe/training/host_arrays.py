@@ -24,8 +24,8 @@ Index = tuple[slice, ...]
 def lies_on_host(x: Any) -> bool:
   """Whether an array, or a `jax.ShapeDtypeStruct` with sharding, is in pinned memory of the host.
 
-  Unlike `is_on_host` it takes an array on a single device, such as one shard, and takes no traced
-  value: for such a value it is False.
+  Unlike `is_on_host` it also takes an array on a single device, such as one shard; but it is False
+  for every traced value.
   """
   return getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
 

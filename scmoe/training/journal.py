@@ -51,7 +51,8 @@ class Journal:
   def open(self, step: int) -> None:
     """Opens the outputs and the progress bar; the run's files lose figures of steps after `step`.
 
-    Writes a line of kind `start` to metrics.jsonl. A run that resumes prints its goodput so far.
+    Process 0 writes a line of kind `start` to metrics.jsonl, and prints the goodput so far of a run
+    that resumes.
 
     Args:
       step: optimizer steps that the run has done.

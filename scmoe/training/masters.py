@@ -48,7 +48,7 @@ class Halves:
   def to_float32(self) -> Array:
     """The float32 array; a `jax.ShapeDtypeStruct` if the halves are `jax.ShapeDtypeStruct`s."""
     if isinstance(self.low, jax.ShapeDtypeStruct):
-      # The float32 array has the sharding of `low`: more ranks may divide it than divide `high`.
+      # The float32 array has the sharding of `low`: more ranks may divide `low` than `high`.
       return self.low.update(dtype=jnp.dtype(jnp.float32))  # pyright: ignore
     return _joined(self.high, self.low)
 

@@ -76,11 +76,11 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decay_mask(params: Any) -> Any:
-  """A bool per parameter, True if it decays: arrays of two dimensions or more, but no bias, scale,
-  norm, gain or sinks.
+  """A bool for each parameter, in a tree like `params`: True if weight decay applies to it.
 
-  The mask looks at the last two names of a parameter's path too (`UNDECAYED`), because a stack of
-  layers turns a vector into a matrix.
+  It applies to arrays of two dimensions or more, but to no bias, scale, norm, gain or sinks. The
+  last two names of a parameter's path say whether it is one of these (`UNDECAYED`), because a stack
+  of layers turns a vector into a matrix.
   """
 
   def decays(path: tuple, leaf: Any) -> bool:

@@ -42,7 +42,8 @@ class Piece:
 
   Attributes:
     tokens_RC: int32, padded on the right.
-    start_R: int32, position of the piece's first token in its prompt.
+    start_R: int32, position of the piece's first token in its row's text: the prompt and, for a
+      request that was put back, its new tokens.
     count_R: int32, number of the piece's tokens.
     slot_R: int32, the slot, counted within its part, whose next token is drawn after the piece. A
       number past the last slot if none is: more pieces of the prompt follow, or the row has none.

@@ -44,7 +44,7 @@ from scmoe.layers.pages import NO_PAGE
 from scmoe.models.gpt import GPT
 from scmoe.parallel.mesh import TOKEN_AXES, make_mesh
 
-# Limits on the slots of a server, and on the tokens of a page and the prompts' tokens of a turn.
+# Largest `slots` of a server, and largest `page_tokens` and `prefill_tokens`.
 MOST_SLOTS, MOST_TOKENS = 2**16, 2**20
 # Some rows of a program, each as (number of the row, the request in it).
 Rows = list[tuple[int, Job]]

@@ -39,7 +39,8 @@ from scmoe.blocks.wiring import Tap, Wiring, is_handed_over, tap_index
 PROJECTIONS, MIXING, MLP, SHARED = "projections", "mixing", "mlp", "shared expert"
 # Steps of the MoE, and the end of the pair.
 ROUTE, DISPATCH, EXPERTS, COMBINE, ADD = "route", "dispatch", "experts", "combine", "add"
-BARRIER = "barrier"  # a step that computes nothing: what stands on either side of it stays there
+# A step that computes nothing: what follows it waits for the main path's value and for the MoE's.
+BARRIER = "barrier"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,7 +312,7 @@ def _alone(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def _mirror(steps: Sequence[Step]) -> tuple[str, ...]:
-  """Names of the steps from last to first: the backward pass of each."""
+  """Names of the steps, but for barriers, from last to first: their order in the backward pass."""
   return tuple(step.name for step in reversed(steps) if step.operation != BARRIER)
 
 

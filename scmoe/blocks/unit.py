@@ -69,7 +69,7 @@ class Block(nnx.Module):
     return h_BSD + times(y_BSD, self.residual_multiplier)
 
   def dense(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """The output of the dense MLP or shared expert for the normalised h, if the block has one."""
+    """The output of the dense MLP or shared expert, which the block must have, for normalised h."""
     assert self.mlp is not None
     return self.mlp(self.norm_mlp(h_BSD))
 

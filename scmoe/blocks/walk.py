@@ -403,7 +403,7 @@ class PairWalk:
         self.next_handed_BSD = added(jnp.zeros_like(total_BSD))
       self.main = added(total_BSD)
       self.sums = sums if self.sums is None else jax.tree.map(jnp.add, self.sums, sums)
-    elif self.pair.skips:  # without experts nothing is missing from the stream
+    elif self.pair.skips:  # a unit without experts hands over the whole stream
       self.next_handed_BSD = self.main
     self.handed_BSD = self.next_handed_BSD
     self.hidden.append(self.main)

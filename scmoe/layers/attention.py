@@ -38,7 +38,7 @@ class KeyValues:
       the numbers of pages and of tokens of a page. None: each row has its own cache.
   """
 
-  dimensions: ClassVar[int] = 4  # of an array of one layer
+  dimensions: ClassVar[int] = 4  # of its arrays, where those of several layers are not stacked
 
   k_BSHN: Array
   v_BSHN: Array

@@ -25,7 +25,7 @@ from scmoe.parallel.mesh import axis_index
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingConfig(Options):
-  """Token embeddings.
+  """Options of the embeddings and of the output projection.
 
   Attributes:
     vocab_size, width: V and D.

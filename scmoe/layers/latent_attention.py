@@ -42,7 +42,7 @@ class Latents:
     table: see `KeyValues.table`.
   """
 
-  dimensions: ClassVar[int] = 3  # of an array of one layer
+  dimensions: ClassVar[int] = 3  # of its array, where those of several layers are not stacked
 
   latent_BSR: Array
   table: PageTable | None = None

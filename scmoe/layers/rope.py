@@ -17,7 +17,7 @@ SCALINGS = ("none", "linear", "llama3", "yarn")
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig(Options, path="model.rope"):
-  """How rotary embeddings turn; the names are those of `rope_scaling` in published models."""
+  """How rotary embeddings turn; most names are those of `rope_scaling` in published models."""
 
   interleaved: bool = option(
     False,

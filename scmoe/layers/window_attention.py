@@ -152,7 +152,7 @@ def relative_places(window: int) -> Int[np.ndarray, "Q Q"]:
 
 @functools.cache
 def neighbours(side: int, window: int, shift: int) -> Bool[np.ndarray, "W Q Q"]:
-  """Which tokens of each window of the rolled grid see each other: those from one side of the grid.
+  """Which tokens of each window of the rolled grid see each other: those of one part of the grid.
 
   The last window's rows are M - shift of the grid's lower edge and then, rolled to there, `shift`
   of its upper edge; the same holds of columns. Tokens of different parts do not see each other.

@@ -1,4 +1,4 @@
-"""Activations of experts and MLPs, with the derivatives the fused backward needs.
+"""Activations of experts and MLPs, with the derivatives that the backward passes need.
 
     R  rows      F  width of a pre-activation
 
@@ -194,8 +194,8 @@ def clamped(x: jax.Array, low: float | None, high: float) -> jax.Array:
   return x if low is None else jnp.where(x < low, jnp.full_like(x, low), x)
 
 
-# GPT-OSS clamps the gate from above. It clamps the up projection from above and below, and adds 1
-# to the clamped up projection.
+# GPT-OSS clamps the gate g to at most 7 and activates it as g · sigmoid(1.702 g). It clamps the up
+# projection to ± 7, and adds 1 to it.
 _STEEPNESS, _LIMIT = 1.702, 7.0
 
 
@@ -278,7 +278,7 @@ def get_activation(name: str) -> Activation:
 
 
 def activation_names() -> tuple[str, ...]:
-  """All names `get_activation` knows."""
+  """All names that `get_activation` knows."""
   return tuple(_ACTIVATIONS)
 
 

@@ -1,4 +1,4 @@
-"""One kernel of the experts' backward pass: the gradients of pre-activations and row weights.
+"""One kernel of the experts' backward pass: gradients of pre-activations and row weights, and s·A.
 
     R  rows of the tiles      D  model width      F  expert width      G  groups
 

@@ -1,4 +1,4 @@
-"""Gathers rows straight into the stages of a kernel's ring.
+"""Gathers rows straight into the stages of a kernel's ring in shared memory (see `pipeline`).
 
 Hopper's bulk copies (TMA) cannot gather rows by an index array. So the 128 threads of the producer
 copy 16 bytes each at a time (`cp.async`, PTX ISA 8.x, section "Data Movement"), to where wgmma

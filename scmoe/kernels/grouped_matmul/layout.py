@@ -158,7 +158,7 @@ def _by_falling(value_G: jax.Array) -> jax.Array:
 
 
 def row_groups(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
-  """The group of each of `num_rows` rows that lie group after group; G for rows of no group."""
+  """The group of each of `num_rows` rows that lie group after group; G behind the last group."""
   ends_G = jnp.cumsum(group_sizes_G.astype(jnp.int32), dtype=jnp.int32)
   index_M = jnp.arange(num_rows, dtype=jnp.int32)
   return jnp.sum(index_M[:, None] >= ends_G[None, :], axis=1, dtype=jnp.int32)

@@ -140,6 +140,8 @@ class Capacity:
   ) -> Dispatched:
     """Sends a row for each kept choice, its token or the weighted token, to its expert's device.
 
+    A row of zeros travels for each place of the buffer that no choice fills.
+
     Args:
       x_TD: the tokens of this device.
       routing: their choices.

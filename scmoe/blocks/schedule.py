@@ -13,11 +13,12 @@ second attention, after its projections:
 
 Where rows travel in chunks, the experts are one step per chunk, each with a slot of its own: the
 rows of the second arrive beside the experts of the first, and theirs leave beside the second's.
+(With `overlap.schedule=off` one step computes all chunks.)
 
-With barriers each chunk's dispatch is a step too. XLA runs one exchange at a time and places
-operations from the end of the program backward: it would give every product that may stand beside
-either exchange to the last one, and the first would stand bare. So the second chunk is sent behind
-the steps that stand beside the first (`_sent_behind`):
+With barriers, and one batch at a time, each chunk's dispatch can be a step too. XLA runs one
+exchange at a time and places operations from the end of the program backward: it would give every
+product that may stand beside either exchange to the last one, and the first would stand bare. So
+the second chunk is sent behind the steps that stand beside the first (`_sent_behind`):
 
   route | dispatch: chunk 1 | mlp 0 | dispatch: chunk 2 | experts: chunk 1 | attention 1: ...
 """
@@ -99,7 +100,8 @@ class Schedule:
 
   Attributes:
     steps: of the forward pass, with the barriers that tie their order, if any.
-    backward: names of the backward pass' steps, in its order, of a pair between two others.
+    backward: names of the backward pass' steps, in its order, of a pair between two others. Where
+      XLA decides (`overlap.ablation.backward=free`), they are those of the mirror image.
     earlier: names of the steps of the pair before beside which route and dispatch can run too; see
       `earlier_steps`.
   """
@@ -273,9 +275,10 @@ def _sent_behind(place: _Place) -> tuple[int, ...]:
 def _in_order(dense: Sequence[Step], places: Sequence[_Place], tied: str = "") -> tuple[Step, ...]:
   """All steps, with the barriers that tie the main path to the MoE's values.
 
-  The barriers are before routing and on both sides of the experts. The transpose of a barrier is a
-  barrier, so the backward pass runs the mirror image of the schedule. If its experts have another
-  slot, each pass has barriers of its own.
+  The barriers are on both sides of the experts and before routing, unless the unit before hands the
+  tap over; one is before the next unit's routing, if this unit begins it. The transpose of a
+  barrier is a barrier, so the backward pass runs the mirror image of the schedule. If the experts
+  have another slot in the backward pass, each pass has barriers of its own.
 
   Args:
     dense: the main path.

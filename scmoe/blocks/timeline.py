@@ -241,7 +241,7 @@ def chunk_slots(times: Times, chunks: int) -> tuple[str, ...]:
 
 
 def length(spans: Iterable[Span]) -> float:
-  """When the last span ends."""
+  """When the last span ends; 0 without spans."""
   return max((span.end for span in spans), default=0.0)
 
 

@@ -38,8 +38,8 @@ def in_turns(walks: Sequence[Walk]) -> Iterator[tuple[Callable[[Step], None], St
   A batch pauses after every dispatch and before every combine, and the next batch has its turn. Two
   batches, A and B, of Pos-2 with the experts after `mlp 0`:
 
-      A: attention 0, dispatch | B: attention 0, dispatch | A: mlp 0, experts | B: mlp 0, experts |
-      A: combine, attention 1, shared expert | B: combine, attention 1, shared expert
+      A: attention 0, route, dispatch | B: the same | A: mlp 0, experts | B: the same |
+      A: combine, attention 1, shared expert, add | B: the same
 
   So another batch computes beside every exchange.
 

@@ -237,7 +237,7 @@ class PairWalk:
     self.h_BSD: Any = None
     self.shared_BSD: Array | None = None
     self.new_caches.append([])
-    # For each gating and chunk, the value for which the chunk's exchange waits.
+    # For each gating, and each chunk but the first, the value for which the chunk's exchange waits.
     self.waits: dict[int, dict[int, Any]] = {}
     # For each gating, the normalised value that it reads.
     self.inputs: dict[int, Any] = {}
@@ -326,8 +326,9 @@ class PairWalk:
     """Rows travel to their experts, in this pair or in the next one.
 
     The rows of a chunk are sent only when `main` has come to the chunk's step. The transport makes
-    all chunks in one call, at the last chunk's step. So the steps of the chunks before it only note
-    `main` in `waits`, and in that call each chunk's exchange waits for the noted value.
+    all chunks in one call, at the last chunk's step. So the steps of the chunks after the first
+    note `main` in `waits`, and in that call each of these chunks' exchanges waits for the value
+    that its step has noted. The first chunk's exchange waits for none.
     """
     if step.ahead:
       routed = self.next_routed

@@ -77,7 +77,7 @@ class AttentionConfig(Options):
       of keys, consecutive heads of queries share one.
     head_dim: N, the width of a head.
     rope_theta: base of the rotary embedding; 0: no rotary embedding.
-    rope: which elements form pairs, and how longer contexts stretch the angles.
+    rope: which elements form pairs, and how frequencies are scaled down for longer contexts.
     bias: whether queries and values have biases, and the output if `out_bias`; key_bias: whether
       keys have one.
     qk_norm: RMSNorm of queries and keys before the rotation: `none`, `head` (each head by itself,

@@ -50,7 +50,7 @@ class Latents:
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttentionConfig(Options):
-  """Options of latent attention, named as in the config.json of released models.
+  """Options of latent attention; most are named as in the config.json of released models.
 
   Attributes:
     width, num_heads: the model's width D, and the number of heads H.

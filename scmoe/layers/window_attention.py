@@ -36,7 +36,7 @@ class WindowAttention(Attention):
       `sinks`. Leave out `rope_theta`: rotary positions have no meaning in a grid.
     side: G.
     window: M, a divisor of G.
-    shifted: the windows are moved by M/2, as in every other block.
+    shifted: the windows are moved by ⌊M/2⌋, as in every other block; not if M = G.
     rngs: stream `params` for the initial weights.
 
   Raises:

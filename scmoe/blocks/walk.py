@@ -37,7 +37,7 @@ class Context:
     positions_BS: int32 position of each token in its document; 0, 1, ... if None.
     segments_BS: int32 document of each token: attention stays inside it. None: the whole row.
     mask_BS: bool, True for tokens, False for padding; None: no padding.
-    keys: random keys of the gates' noise, [units, gatings]; None outside training.
+    keys: random keys of the gates' noise and jitter, [units, gatings]; None outside training.
     bias_E: float32 balancing bias, added to scores for the choice of experts only; or None.
     gate: index of the gate that chooses, where there are several; may be traced.
     no_drop: experts have room for every token.

@@ -79,7 +79,7 @@ class Embedding(nnx.Module):
     return h_BSD
 
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-    """Scores of the next token: float32 [B, S, V], from products in the compute dtype."""
+    """Scores of the next token: float32 [B, S, V], from products that read operands in h's type."""
     h_TD, weight, by_token = self._read(h_BSD)
     own_BSv = scores(h_TD, weight, by_token).reshape(*h_BSD.shape[:2], -1)
     return gather_replicated(own_BSv, 2, "tensor", "tensor")

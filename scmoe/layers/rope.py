@@ -84,7 +84,7 @@ class RopeConfig(Options, path="model.rope"):
       )
 
   def turning(self, dim: int) -> int:
-    """Elements of a head of width `dim` that turn: an even number."""
+    """Elements of a head of width `dim` that turn: an even number if `dim` is even."""
     return dim if self.share == 1 else int(dim * self.share) // 2 * 2
 
   @property

@@ -113,7 +113,7 @@ class Dispatched:
     rows: the rows, one array for each chunk of the exchange (`dispatch.chunks`); for `combine` the
       experts' outputs in their place.
     layouts: for each chunk, the expert of each row. If tokens stay in place (`Local`) and weights
-      multiply the experts' output, a row is a token, and the layout names all its experts.
+      multiply the experts' output, a row is a token, and the layout names the experts it chose.
     dropped: int32 scalar, how many choices of this device found no room.
     rounds: int32 scalar, 1 + the number of overflow rounds. Only `Dropless` has such rounds, and
       `Put` and `Packed`, which are built on it.

@@ -235,8 +235,8 @@ class RowLayout:
     sizes_G: int32, how many copies are for each expert.
     group_MK: int32, expert of each copy; an id outside [0, G) for none.
     position_MK: int32, position of each copy among those for its expert.
-    weight_MK: float32, the factor of each copy's result when a row's copies are added up; None: all
-      factors are 1, and K is 1.
+    weight_MK: float32 (or wider), the factor of each copy's result when a row's copies are added
+      up; None: all factors are 1, and K is 1.
     padded: static (W, G, C) of padded experts, M = W·G·C; None otherwise.
     tiles: the experts' tiles, for rows that have arrived in them: M = R, the padding rows of tiles
       in use are zero, and tiles that are not in use may hold anything. None: the rows are in no

@@ -182,7 +182,9 @@ class RouterConfig(Options, path="router"):
     "says which task a row belongs to. A run takes it from multitask.names; 0: no tasks",
     minimum=0,
   )
-  compat: CompatConfig = section(CompatConfig, "options that only Tutel or MegaBlocks have")
+  compat: CompatConfig = section(
+    CompatConfig, "options that few runs need, most of them Tutel's or MegaBlocks'"
+  )
 
   @property
   def num_gates(self) -> int:

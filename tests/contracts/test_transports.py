@@ -219,6 +219,33 @@ def test_packed_needs_no_overflow_where_capacity_bounds_its_queues(factor, round
   np.testing.assert_array_equal(y, 2 * np.asarray(x) * np.tile(kept, 4)[:, None])
 
 
+def test_packed_loses_no_row_where_tokens_choose_more_computing_experts_than_expected():
+  """Every token has four choices, of which two are expected to be of computing experts.
+
+  All four are experts of rank 0: its queue has twice as many rows as the expected choices of all
+  tokens, and a capacity factor of 4 keeps each of them.
+  """
+  mesh = make_mesh(MeshConfig(data=1, expert=2), num_experts=8)
+  config = DispatchConfig(transport="packed", capacity_factor=4.0)
+
+  def local(x):
+    expert = jnp.tile(jnp.arange(4, dtype=jnp.int32), (x.shape[0], 1))
+    probs = jnp.zeros((x.shape[0], 16))
+    way = make_transport(
+      config, tokens=x.shape[0], num_experts=8, zero_experts=8, k=4, real_share=0.5
+    )
+    routing = make_routing(expert, jnp.ones(expert.shape), probs, probs)
+    routing = dataclasses.replace(routing, zero_experts=8)
+    sent = way.dispatch(x, routing, lambda rows, layout: rows)
+    return way.combine(sent), sent.dropped[None]
+
+  function = manual(local, mesh, P(BATCH_AXES), (P(BATCH_AXES), P(AXES)))
+  x = jnp.arange(32 * D, dtype=jnp.float32).reshape(32, D)
+  y, dropped = jax.jit(function)(x)
+  np.testing.assert_array_equal(dropped, [0, 0])
+  np.testing.assert_array_equal(y, 4 * x)
+
+
 @pytest.mark.parametrize("slack", [1.0, 3.0])
 def test_all_to_one_expert_needs_the_rounds_that_its_queue_says(slack):
   """On 8 devices the queue to expert 5 holds 8 choices, that to expert 2 as many."""

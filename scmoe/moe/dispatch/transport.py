@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jax import Array
 from jaxtyping import Float
@@ -130,21 +130,33 @@ def make_transport(
       raise ConfigError(f"{name}={value} is too small; the least is {least}")
   if capacity_factor is not None and not math.isfinite(capacity_factor):
     raise ConfigError(f"capacity_factor={capacity_factor} is not finite; use 0 to drop nothing")
+  call = _Call(tokens, num_experts, k, order, capacity_factor, no_drop, buffers)
   if zero_experts:
-    of_computed = make_transport(
-      config,
-      tokens=tokens,
-      num_experts=num_experts,
-      k=math.ceil(k * real_share) or 1,
-      order=order,
-      capacity_factor=capacity_factor,
-      no_drop=no_drop,
-      buffers=buffers,
-    )
-    return Computed(of_computed)
+    return Computed(_of_computing(config, call, math.ceil(k * real_share) or 1))
+  return _of_computing(config, call, k)
+
+
+class _Call(NamedTuple):
+  """Arguments of `make_transport` for the computing experts, as that function explains them."""
+
+  tokens: int
+  num_experts: int
+  k: int
+  order: str
+  capacity_factor: float | None
+  no_drop: bool
+  buffers: bool
+
+
+def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transport:
+  """The transport of the computing experts; buffers are sized for `expected` choices per token.
+
+  A token may choose more computing experts than expected, up to `call.k`.
+  """
+  tokens, num_experts, k, order, capacity_factor, no_drop, buffers = call
   exchange = make_exchange(config)
   if is_import_path(config.transport):
-    given = {"tokens": tokens, "num_experts": num_experts, "k": k, "order": order}
+    given = {"tokens": tokens, "num_experts": num_experts, "k": expected, "order": order}
     given |= {"capacity_factor": capacity_factor, "no_drop": no_drop, "exchange": exchange}
     needs = ("dispatch", "combine")
     return construct(config.transport, "dispatch.transport", config, **given, needs=needs)
@@ -160,7 +172,7 @@ def make_transport(
     return Dropless(exchange, config.slack, config.chunks, order)
   groups = _local_groups(config)
   size = tokens // groups
-  rows = capacity(factor, tokens=size, num_experts=num_experts, k=k)
+  rows = capacity(factor, tokens=size, num_experts=num_experts, k=expected)
   rows = min(size, rows)  # A queue never holds more than the tokens of its group.
   rows += -rows % config.chunks  # `Packed` rounds up too: it drops what `Capacity` drops.
   if config.transport == "packed" or (exchange.size == 1 and not buffers):

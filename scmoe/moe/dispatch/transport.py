@@ -98,11 +98,11 @@ def make_transport(
   also get it without an exchange, where no buffer needs a fixed size, unless the experts take
   buffers of equal size. The rest get `Capacity`.
 
-  With zero experts, `Computed` wraps the transport of the computing experts, which is made for
-  ⌈k · real_share⌉ choices per token, at least 1. A user's own transport
-  (`dispatch.transport=module:Name`) is called with `config`, `tokens`, `num_experts`, `k` (with
-  zero experts that number), `order`, `capacity_factor`, `no_drop` and `exchange`, whatever the
-  three cases say.
+  With zero experts, `Computed` wraps the transport of the computing experts. The capacity C of
+  `Capacity` and `Packed` is then that of ⌈k · real_share⌉ choices per token, at least 1. A user's
+  own transport (`dispatch.transport=module:Name`) is called with `config`, `tokens`, `num_experts`,
+  `k` (with zero experts that number), `order`, `capacity_factor`, `no_drop` and `exchange`,
+  whatever the three cases say.
 
   Args:
     config: the layer's options of the transport.
@@ -116,7 +116,7 @@ def make_transport(
     buffers: whether the experts take buffers of equal size (`model.ffn.impl=batched`).
     zero_experts: number of zero experts, with ids from E on; their choices send no rows.
     real_share: with zero experts, the expected share of the choices that computing experts get;
-      buffers are sized for it.
+      see above.
 
   Raises:
     ConfigError: an argument is out of range, a buffer would have no rows, `dispatch.groups` does
@@ -149,7 +149,7 @@ class _Call(NamedTuple):
 
 
 def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transport:
-  """The transport of the computing experts; buffers are sized for `expected` choices per token.
+  """The transport of the computing experts; its capacity is that of `expected` choices per token.
 
   A token may choose more computing experts than expected, up to `call.k`.
   """

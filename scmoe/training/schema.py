@@ -173,7 +173,17 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
   stored = {part: config[part] for part in _SINCE if isinstance(config.get(part), dict)}
   whole = {"model", "data"} <= set(config)  # else `config` holds some sections, and gets no others
   added = copy.deepcopy(_SECTIONS) if whole else {}
-  return added | config | {part: _SINCE[part] | fields for part, fields in stored.items()}
+  return added | config | {part: _over(_SINCE[part], fields) for part, fields in stored.items()}
+
+
+def _over(since: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+  """The stored fields and, where one is missing, that of `since`; a group of fields likewise."""
+  groups = {
+    name: _over(since[name], group)
+    for name, group in fields.items()
+    if isinstance(group, dict) and isinstance(since.get(name), dict)
+  }
+  return since | fields | groups
 
 
 def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:

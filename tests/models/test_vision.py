@@ -21,6 +21,8 @@ from scmoe.models.vision.augment import AugmentConfig, augmented, partner_part, 
 from scmoe.models.vision.model import VisionModel
 from scmoe.models.vision.objective import ClassificationObjective, right_among
 from scmoe.models.vision.options import VisionConfig
+from scmoe.models.vision.stages import stages_of
+from scmoe.models.vision.stem import Stem, convolutions
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
@@ -153,6 +155,37 @@ def test_a_vit_and_its_gradient_are_the_oracles():
   assert got == pytest.approx(want, rel=2e-4)
 
 
+def convolved(x, p, stride):
+  """3 x 3 products at every place of an image [S, S, C] with a border of zeros, norm, GELU."""
+  side = x.shape[0] // stride
+  framed, y = np.pad(x, ((1, 1), (1, 1), (0, 0))), np.zeros((side, side, p["kernel"].shape[-1]))
+  for r, c in itertools.product(range(side), repeat=2):
+    square = framed[r * stride : r * stride + 3, c * stride : c * stride + 3]
+    y[r, c] = np.einsum("ijc,ijcd->d", square, p["kernel"])
+  return gelu(normalised(y, p["norm"]))
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_stem_of_convolutions_is_the_oracle(each):
+  """Of a 4 x 4 image two halvings leave one token; the channels are 3, 8 and 16."""
+  vision = VisionConfig(size=4, patch=4, stem="conv", stem_convolutions=each)
+  config = ModelConfig(architecture="vit", vision=vision, wiring="dense", **(SIZES | {"width": 16}))
+  (stage,) = stages_of(config)
+  assert [tuple(step) for step in convolutions(stage)] == (
+    [(3, 8, 2), (8, 16, 2)] if each == 1 else [(3, 8, 1), (8, 8, 2), (8, 16, 1), (16, 16, 2)]
+  )
+  graph, params = drawn(lambda: Stem(stage, positions=True, rngs=nnx.Rngs(params=0)))
+  images = np.random.default_rng(3).normal(size=(2, 4, 4, 3))
+  p = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(params))
+  want = []
+  for x in images:
+    for i, step in enumerate(convolutions(stage)):
+      x = convolved(x, p["convolutions"][i], step.stride)
+    want.append(x.reshape(1, -1) @ p["weight"] + p["bias"] + p["positions"])
+  got = nnx.merge(graph, params)(jnp.asarray(images, jnp.float32))
+  np.testing.assert_allclose(got, np.stack(want), atol=1e-5)
+
+
 # -- on devices -----------------------------------------------------------------------------------
 
 SWIN = ModelConfig(
@@ -252,6 +285,7 @@ def test_the_share_of_right_guesses_is_the_labels():
 @pytest.mark.parametrize(("fields", "words"), [
   ({"vision": VisionConfig(size=10, patch=4)}, "model.vision.patch=4"),
   ({"vision": VisionConfig(size=12, patch=3, stem="conv")}, "use a power of 2"),
+  ({"vision": VisionConfig(stem_convolutions=2)}, "use model.vision.stem=conv"),
   ({"style": "llama"}, "is of language models"),
   ({"architecture": "swin", "vision": VisionConfig(size=8, patch=4)}, "do not halve evenly"),
   ({"architecture": "swin", "vision": VisionConfig(depths="2,a")}, "no list of numbers"),

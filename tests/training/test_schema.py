@@ -193,6 +193,13 @@ def test_every_field_of_then_has_a_place():
   assert from_dict(to_dict(run)) == run
 
 
+def test_a_field_that_a_group_has_got_since_is_completed():
+  """Runs of images were stored before a stem had a number of convolutions."""
+  stored = {"schema": 2, "config": {"model": {"vision": {"size": 16}}}}
+  model = upgraded(stored)["config"]["model"]
+  assert (model["vision"]["size"], model["vision"]["stem_convolutions"]) == (16, 1)
+
+
 @pytest.mark.parametrize(
   ("wiring", "blocks", "names"),
   [

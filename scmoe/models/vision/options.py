@@ -23,9 +23,15 @@ class VisionConfig(Options, path="model.vision"):
   stem: str = option(
     "patch",
     "how pixels become tokens: patch (one product per patch; ViT, Swin), or conv (3 x 3 "
-    "convolutions, each of which halves the side; arXiv 2106.14881), for which patch is a power of "
-    "2",
+    "convolutions that halve the side; arXiv 2106.14881), for which patch is a power of 2",
     choices=STEMS,
+  )
+  stem_convolutions: int = option(
+    1,
+    "stem=conv: convolutions at each size that is halved; the last one has stride 2, those before "
+    "it stride 1, which see more of an image's detail",
+    minimum=1,
+    maximum=16,
   )
   depths: str = option(
     "2,2,6,2",
@@ -64,7 +70,7 @@ class VisionConfig(Options, path="model.vision"):
     return tuple(map(int, parts))
 
   def check(self) -> None:
-    """Checks `channels`, and `size` and `stem` against `patch`; `check_stages` checks the stages.
+    """Checks `channels`, `size` and the stem; `check_stages` checks the stages.
 
     Raises:
       ConfigError: names the field, what was got and what would do.
@@ -80,4 +86,9 @@ class VisionConfig(Options, path="model.vision"):
       raise ConfigError(
         f"model.vision.stem='conv' halves the side with each convolution, got model.vision.patch="
         f"{self.patch}; use a power of 2, from 2"
+      )
+    if self.stem != "conv" and self.stem_convolutions != 1:
+      raise ConfigError(
+        f"model.vision.stem_convolutions={self.stem_convolutions} is of stems with convolutions, "
+        f"got model.vision.stem={self.stem!r}; use model.vision.stem=conv"
       )

@@ -7,7 +7,7 @@ D  width     P  side of a patch
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,14 +50,9 @@ class Stem(nnx.Module):
 
   def __init__(self, config: StageConfig, *, positions: bool, rngs: nnx.Rngs):
     vision, width, std = config.vision, config.width, config.init_std
-    self.patch, widths = vision.patch, convolution_widths(config)
-    self.convolutions = nnx.List(
-      [
-        Convolution(before, after, rngs=rngs)
-        for before, after in zip([vision.channels, *widths], widths)
-      ]
-    )
-    read = widths[-1] if widths else vision.channels * vision.patch**2
+    self.patch, steps = vision.patch, convolutions(config)
+    self.convolutions = nnx.List([Convolution(*step, rngs=rngs) for step in steps])
+    read = steps[-1].after if steps else vision.channels * vision.patch**2
     # With std = 1 / sqrt(inputs) a sum over all inputs is about as large as one input.
     self.weight = normal(rngs, (read, width), read**-0.5, (None, "embed"))
     self.bias = nnx.Param(jnp.zeros((width,)), axes=("embed",))
@@ -76,50 +71,68 @@ class Stem(nnx.Module):
     return x_BSD
 
 
-def convolution_widths(config: StageConfig) -> list[int]:
-  """Channels after each convolution of the stem; [] for a stem without convolutions.
+class ConvolutionStep(NamedTuple):
+  """One convolution of the stem: channels of its input and its output, and its stride."""
 
-  Each has twice the channels of the one before, and the last has the model's width: for patches of
-  side 4 and D = 384 they have 192 and 384. None has fewer than 8.
+  before: int
+  after: int
+  stride: int
+
+
+def convolutions(config: StageConfig) -> list[ConvolutionStep]:
+  """The convolutions of the stem, first to last; [] for a stem without them.
+
+  The side is halved until a token is left of each patch. The channels double with each halving, and
+  the last ones are the model's width: for patches of side 4 and D = 384 they are 192 and 384, and
+  never fewer than 8. Before each halving `vision.stem_convolutions` - 1 convolutions keep the side;
+  with 2 those of the example are 3 -> 192, 192 -> 192 (halves), 192 -> 384, 384 -> 384 (halves).
   """
-  steps = int(math.log2(config.vision.patch)) if config.vision.stem == "conv" else 0
-  return [max(config.width >> (steps - 1 - i), 8) for i in range(steps)]
+  vision = config.vision
+  halvings = int(math.log2(vision.patch)) if vision.stem == "conv" else 0
+  found, before = [], vision.channels
+  for i in range(halvings):
+    after = max(config.width >> (halvings - 1 - i), 8)
+    for left in reversed(range(vision.stem_convolutions)):
+      found.append(ConvolutionStep(before, after, 1 if left else 2))
+      before = after
+  return found
 
 
 def products(config: StageConfig) -> list[tuple[int, int, int]]:
   """(inputs, outputs, places in an image) of each matrix product of the stem, to count FLOPs."""
-  vision, widths, side = config.vision, convolution_widths(config), config.vision.size
-  found, before = [], vision.channels
-  for width in widths:
-    side //= 2
-    found.append((9 * before, width, side * side))
-    before = width
-  read = before if widths else vision.channels * vision.patch**2
+  vision, side, found = config.vision, config.vision.size, []
+  steps = convolutions(config)
+  for step in steps:
+    side //= step.stride
+    found.append((9 * step.before, step.after, side * side))
+  read = steps[-1].after if steps else vision.channels * vision.patch**2
   return [*found, (read, config.width, config.tokens)]
 
 
 class Convolution(nnx.Module):
-  """A 3 x 3 convolution of stride 2, a norm over the channels, and GELU (arXiv 2106.14881).
+  """A 3 x 3 convolution of stride 1 or 2, a norm over the channels, and GELU (arXiv 2106.14881).
 
   That paper's stem has batch norm. Here it is a layer norm, so that no image depends on the others
   of its batch, nor on how the batch is divided over devices.
 
   Args:
     before, after: numbers of channels of the input and of the output.
+    stride: 1 keeps the side, 2 halves it.
     rngs: stream `params` for the initial weights.
   """
 
-  def __init__(self, before: int, after: int, *, rngs: nnx.Rngs):
+  def __init__(self, before: int, after: int, stride: int, *, rngs: nnx.Rngs):
+    self.stride = stride
     std = (2 / (9 * before)) ** 0.5
     self.kernel = normal(rngs, (3, 3, before, after), std, (None, None, None, "embed"))
     self.norm = Norm(after, "layernorm", 1e-5)
 
   def __call__(self, x_BSSC: Float[Array, "B S S C"]) -> Float[Array, "B S S C"]:
-    """Halves the side and changes the channels: [B, S, S, before] -> [B, S/2, S/2, after]."""
+    """[B, S, S, before] -> [B, S / stride, S / stride, after]; outside the image is zero."""
     y = jax.lax.conv_general_dilated(
       x_BSSC,
       self.kernel[...].astype(x_BSSC.dtype),
-      window_strides=(2, 2),
+      window_strides=(self.stride, self.stride),
       padding=((1, 1), (1, 1)),
       dimension_numbers=("NHWC", "HWIO", "NHWC"),
     )

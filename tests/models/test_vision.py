@@ -167,7 +167,7 @@ def convolved(x, p, stride):
 
 @pytest.mark.parametrize("each", [1, 2])
 def test_a_stem_of_convolutions_is_the_oracle(each):
-  """Of a 4 x 4 image two halvings leave one token; the channels are 3, 8 and 16."""
+  """Two halvings leave one token of a 4 x 4 image; the channels are 3, 8 and 16."""
   vision = VisionConfig(size=4, patch=4, stem="conv", stem_convolutions=each)
   config = ModelConfig(architecture="vit", vision=vision, wiring="dense", **(SIZES | {"width": 16}))
   (stage,) = stages_of(config)

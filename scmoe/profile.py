@@ -425,6 +425,9 @@ def _arm_report(
     lines[0] += f", {100 * paid.share:.0f} % of the exchanges paid"
     lines.append(str(paid))
     figures["exchanges"] = paid.as_json()
+  if arm.best.repeats:
+    figures["repeated"] = arm.best.repeated
+    lines.append(f"rows were left over in {arm.best.repeated} steps so far, which ran twice")
   bars: dict[str, dict[str, list[Bar]]] = {}
   run = arm.built.varied(arm.variant)
   times = modelled_times(run, modelled_on)

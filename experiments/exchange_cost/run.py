@@ -126,6 +126,7 @@ def main() -> None:
   lines = []
   for name in rounds:
     own = f"{name}: {1e3 * timings[name].median:.1f} ms; {rounds[name]:.2f} rounds"
+    own += f"; {steps[name].step.repeated} steps ran twice" if steps[name].step.repeats else ""
     lines.append(f"{own}; {paid[name]}" if name in paid else own)
   result = {
     "machine": machine(""),
@@ -134,6 +135,7 @@ def main() -> None:
     "arms": {name: timing.as_json() for name, timing in timings.items()},
     "paid": {name: cost.as_json() for name, cost in paid.items()},
     "rounds": rounds,
+    "repeated": {name: steps[name].step.repeated for name in rounds},
     "failed": failed,
   }
   if "top-2" in timings:

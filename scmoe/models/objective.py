@@ -333,6 +333,12 @@ class RoutedObjective(abc.ABC):
     }
     return scalars, arrays
 
+  def left_over(self, aux: LossSums) -> Array:
+    """Whether a layer needed overflow rounds, on any device and in any microbatch: bool []."""
+    if aux.router is None:
+      return jnp.zeros((), bool)
+    return (aux.router.rounds > aux.router.shards).any()
+
   def update_router(self, router: Any, aux: LossSums) -> Any:
     """Router state after a step, from the loads of all its microbatches and devices.
 

@@ -196,6 +196,22 @@ class Built:
     changed = self.varied(variant)
     return make_objective(changed, build_model(changed, self.mesh)[0], self.teacher)
 
+  def without_loops(self, variant: Variant) -> RoutedObjective | None:
+    """The objective of a variant whose layers send the first round of rows only.
+
+    None unless devices exchange rows and `dispatch.overflow=repeat` says that the training step is
+    run again if rows are left over.
+    """
+    run = self.run
+    exchange = self.mesh.shape["expert"] > 1 and bool(run.model.wiring_rule.taps)
+    if not (exchange and self.varied(variant).dispatch.repeats):
+      return None
+    ablation = dataclasses.replace(run.dispatch.ablation, first_round=True)
+    dispatch = dataclasses.replace(run.dispatch, ablation=ablation)
+    return dataclasses.replace(self, run=dataclasses.replace(run, dispatch=dispatch)).variant(
+      variant
+    )
+
   def varied(self, variant: Variant) -> RunConfig:
     """The run's configuration with the options of a variant; raises as `variant`."""
     run = self.run

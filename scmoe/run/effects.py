@@ -279,6 +279,12 @@ RULES = (
     "set dispatch.transport=packed or dropless, or dispatch.capacity_factor",
   ),
   _Rule(
+    ("dispatch.overflow",),
+    lambda run: run.dispatch.transport == "capacity" and run.dispatch.capacity_factor != 0,
+    "dispatch.transport='capacity' has no overflow rounds",
+    "set dispatch.transport=packed or dropless",
+  ),
+  _Rule(
     ("train.preference_beta", "train.reference_free"),
     lambda run: not run.data.reads_preferences,
     "data.source={run.data.source!r} has no pairs of answers",

@@ -16,7 +16,8 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
   But a loss or gradient norm is shown even if it is infinite or NaN.
 
   Reads `loss`, `lr`, `grad_norm`, `tokens_per_second`, `mfu` (0 to 1), `eta_seconds`, `drop` (share
-  of choices), `imbalance` (busiest expert over the mean) and `skipped` (left out if 0).
+  of choices), `imbalance` (busiest expert over the mean), and `skipped` and `repeated`, which are
+  left out if 0.
   """
   width = len(str(steps))
   parts = [f"step {step:{width}d}/{steps} ({100 * step // steps}%)"]
@@ -30,6 +31,7 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
     "drop": lambda v: f"drop {100 * v:.1f}%",
     "imbalance": lambda v: f"imbalance {v:.2f}",
     "skipped": lambda v: f"skipped {v}" if v else "",
+    "repeated": lambda v: f"repeated {v}" if v else "",
   }
   for name, form in formats.items():
     value = values.get(name)

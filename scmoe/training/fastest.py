@@ -35,6 +35,7 @@ from scmoe.training.guided import Collect, GuidedStep
 from scmoe.training.measured import MeasuredState
 from scmoe.training.optimizer import Optimizer
 from scmoe.training.options import TrainConfig
+from scmoe.training.repeating import RepeatingStep
 from scmoe.training.search import Search
 from scmoe.training.step import Objective, TrainState, make_train_step
 from scmoe.training.variants import Change, StepVariants, Variant, parse_candidates
@@ -86,6 +87,10 @@ class Searchable(Protocol):
     """The objective of a variant: the same result, unless `top_k` or `capacity_factor` is set."""
     ...
 
+  def without_loops(self, variant: Variant) -> Objective | None:
+    """The objective of a variant without overflow rounds; None if no step is to be run again."""
+    ...
+
   def cut(self) -> Searchable:
     """The model with two block pairs and `overlap.flight` microbatches at most, to measure on.
 
@@ -121,13 +126,36 @@ class Steps:
   say: Callable[[str], None] = print
 
   def __call__(self, variant: Variant) -> GuidedStep:
-    """Makes the step of a variant; that of `Variant()` is the step as configured."""
-    built, overlap = self.built, self.built.overlap
+    """Makes the step of a variant; that of `Variant()` is the step as configured.
+
+    With `dispatch.overflow=repeat` it is a `RepeatingStep`. Its program with loops is compiled
+    without measured latencies: they are not worth a second compilation for a few steps.
+    """
+    overlap, once = self.built.overlap, self.built.without_loops(variant)
+    if once is None:
+      return self._guided(variant, overlap)
+    ablation = dataclasses.replace(overlap.ablation, profile_guided=False)
+    plain = dataclasses.replace(overlap, ablation=ablation)
+    looped = lambda: self._guided(variant, plain)
+    step = self._jitted(once, repeats=True)
+    folder = self.folder / PROFILES
+    return RepeatingStep(step, overlap, folder, looped=looped, **self._options(variant))
+
+  def _guided(self, variant: Variant, overlap: OverlapConfig) -> GuidedStep:
+    """The step of a variant that is final once it has run, compiled with the options `overlap`."""
+    built = self.built
     objective = built.objective if variant == Variant() else built.variant(variant)
-    how = {"gradient_dtype": overlap.gradient_dtype, "flight": overlap.flight}
-    step = make_train_step(objective, built.optimizer, self.abstract, **how)
-    options = {"gpu": self.gpu, "collect": self.collect, "say": self.say}
-    return GuidedStep(step, overlap, self.folder / PROFILES, variant=variant, **options)
+    step = self._jitted(objective)
+    return GuidedStep(step, overlap, self.folder / PROFILES, **self._options(variant))
+
+  def _jitted(self, objective: Objective, *, repeats: bool = False) -> Any:
+    overlap = self.built.overlap
+    how: Any = {"gradient_dtype": overlap.gradient_dtype, "flight": overlap.flight}
+    return make_train_step(objective, self.built.optimizer, self.abstract, repeats=repeats, **how)
+
+  def _options(self, variant: Variant) -> dict[str, Any]:
+    """Arguments by keyword of a `GuidedStep`."""
+    return {"variant": variant, "gpu": self.gpu, "collect": self.collect, "say": self.say}
 
 
 def fastest_step(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,10 @@ class GuidedStep:
     collect: reads a program's profile from a folder that `jax.profiler` wrote.
     say: prints a line.
   """
+
+  # Whether a step's result is final only once `left_over` was asked, and the number of steps that
+  # were run again so far (`RepeatingStep`).
+  repeats, repeated = False, 0
 
   def __init__(
     self,
@@ -113,6 +117,19 @@ class GuidedStep:
     if self.waiting is not None:
       self.waiting()
       self.waiting = None
+
+  def begin(self, *args: Any) -> Any:
+    """Dispatches one step; here the same as a call, whose result is final."""
+    return self(*args)
+
+  def left_over(self, arrays: Mapping[str, Any]) -> bool:
+    """Whether the step that was begun last has to be run again (`again`); here never."""
+    del arrays
+    return False
+
+  def again(self, *args: Any) -> Any:
+    """Runs the step again that left rows over; here nobody calls it."""
+    return self(*args)
 
   def __call__(self, *args: Any) -> Any:
     """Runs one step; the first calls may compile and profile."""

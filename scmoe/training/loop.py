@@ -14,10 +14,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import numpy as np
 
 from scmoe.base import output
 from scmoe.base.batch import Batch
@@ -34,6 +33,7 @@ from scmoe.training.failure import REPLAY, not_finite, write_replay
 from scmoe.training.fastest import fastest_step
 from scmoe.training.interfaces import Data, Trainable
 from scmoe.training.journal import Journal
+from scmoe.training.results import Reported, Results
 from scmoe.training.resume import architecture, check_config, check_data
 from scmoe.training.signals import StopRequest, Watchdog
 from scmoe.training.step import TrainState, init_state
@@ -142,31 +142,6 @@ class Trainer:
     return train.microbatches(self.built.sequence_length)
 
 
-class Results(Protocol):
-  """A step's report, on the devices until it is read."""
-
-  @property
-  def arrays(self) -> dict[str, Any]:
-    """The step's figures of each layer with experts, by name: arrays [layers, ...]."""
-    ...
-
-  def values(self) -> dict[str, Any]:
-    """The step's scalar figures by name, as numbers of Python; waits until the step is done."""
-    ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Reported:
-  """The `Results` of a step of one run: scalars and per-layer arrays on the devices."""
-
-  scalars: dict[str, Any]
-  arrays: dict[str, Any]
-
-  def values(self) -> dict[str, Any]:
-    """The scalars as numbers of Python, by name; waits until the step is done."""
-    return {name: np.asarray(x).item() for name, x in jax.device_get(self.scalars).items()}
-
-
 class Run:
   """A training run in progress: model, data, outputs, and the step that it has reached.
 
@@ -196,8 +171,9 @@ class Run:
     self.batch_sharding = batch_sharding(built.mesh, leading=1)
     self.checkpointer = Checkpointer(workdir, built.checkpoint)
     self.batches = trainer.data.train()
-    # A step's number and its results, which the host has not read yet.
-    self.pending: tuple[int, Results] | None = None
+    # A step's number and its results, which the host has not read yet; and its batch on the
+    # devices, while the step may have to be run again (`settle`).
+    self.pending: tuple[int, Results, Any] | None = None
     self.batch: Batch | None = None
     # Kinds of work, e.g. "evaluation", that `arm` has seen: later work of these compiles nothing.
     self.compiled: set[str] = set()
@@ -405,15 +381,18 @@ class Run:
     put = lambda x: jax.make_array_from_process_local_data(self.batch_sharding, x)
     batch = jax.tree.map(put, self.next_batch())
     self.journal.host_worked(time.perf_counter() - began)
-    self.state, scalars, arrays = self.step_fn(self.state, batch)
-    self.stepped(Reported(scalars, arrays))
+    self.settle()
+    final = not self.step_fn.repeats  # asked before the step: a `Search` may end with it
+    self.state, scalars, arrays = self.step_fn.begin(self.state, batch)
+    self.stepped(Reported(scalars, arrays), None if final else batch)
 
-  def stepped(self, results: Results) -> None:
+  def stepped(self, results: Results, batch: Any = None) -> None:
     """Notes that a step was dispatched, and reads the results of the step before it.
 
     Args:
       results: of the dispatched step. If the run may end with it, this call reads them, else the
         next `flush` does.
+      batch: of the dispatched step, on the devices; None if its result is final.
 
     Raises:
       NonFiniteError: as `flush`.
@@ -421,7 +400,7 @@ class Run:
     self.journal.step_dispatched()
     self.step += 1
     self.flush()
-    self.pending = (self.step, results)
+    self.pending = (self.step, results, batch)
     train = self.train
     # If this step may end the run, its results are read before the next step starts: the files for
     # `scmoe.replay` hold the state that this step left, and a next step would change that state.
@@ -449,6 +428,21 @@ class Run:
     self.batch = Batch.stack(parts)
     return self.batch
 
+  def settle(self) -> None:
+    """Runs the pending step again if rows were left over in it (`dispatch.overflow=repeat`).
+
+    With `overflow=repeat` it waits for that step; otherwise it does nothing.
+    """
+    if self.pending is None or not self.step_fn.repeats:
+      return
+    step, results, batch = self.pending
+    if batch is not None and self.step_fn.left_over(results.arrays):
+      self.arm("repeated step")
+      self.state, scalars, arrays = self.step_fn.again(self.state, batch)
+      results = Reported(scalars, arrays)
+      self.arm("step", allowance=self.step_fn.compiles_next)
+    self.pending = (step, results, None)
+
   def flush(self) -> None:
     """Waits for the pending step, if there is one; logs it where due; raises if it ends the run.
 
@@ -459,9 +453,10 @@ class Run:
       NonFiniteError: more than train.max_skipped_in_row steps in a row were skipped, or this one
         was a spike with train.spike_action=stop.
     """
+    self.settle()
     if self.pending is None:
       return
-    (step, results), self.pending, train = self.pending, None, self.train
+    (step, results, _), self.pending, train = self.pending, None, self.train
     values = results.values()
     self.skipping = bool(values["skipped_in_row"])
     self.journal.step_done(step, values)

@@ -19,6 +19,7 @@ SAFE = (
   "model.ffn.backend",
   "optimizer.ablation.masters",
   "dispatch.nodes",
+  "dispatch.overflow",
   "dispatch.adaptive_r",
   "overlap",
   "multitask.loads",

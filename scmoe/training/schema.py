@@ -95,7 +95,7 @@ _SINCE = {
     "balance_over": "microbatch",
     "tasks": 0,
   },
-  "dispatch": {"silent": False},
+  "dispatch": {"silent": False, "overflow": "loop", "ablation": {"first_round": False}},
   "mesh": {
     "sequence": 1,
     "sequence_attention": "ring",

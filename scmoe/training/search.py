@@ -12,7 +12,7 @@ import concurrent.futures
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -138,6 +138,23 @@ class Search:
       return True
     variant, counts = self._visit
     return not counts or self.steps.step(variant).compiles_next
+
+  @property
+  def repeats(self) -> bool:
+    """Whether a result of `begin` is final only once `left_over` was asked (`RepeatingStep`)."""
+    return self.chosen is not None and self.best.repeats
+
+  def begin(self, *args: Any) -> Any:
+    """Dispatches one step: of the chosen variant as its `begin`, else as a call."""
+    return self(*args) if self.chosen is None else self.best.begin(*args)
+
+  def left_over(self, arrays: Mapping[str, Any]) -> bool:
+    """See `RepeatingStep.left_over`."""
+    return self.best.left_over(arrays)
+
+  def again(self, *args: Any) -> Any:
+    """See `RepeatingStep.again`."""
+    return self.best.again(*args)
 
   def compile(self, *args: Any) -> None:
     """Compiles the first candidate (or the first `together`) for arguments of these shapes."""

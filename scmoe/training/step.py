@@ -144,6 +144,14 @@ class Objective(Losses, Protocol):
     """
     ...
 
+  def left_over(self, aux: PyTree) -> Array:
+    """Whether a layer needed more rounds than one, bool []; only a step that `repeats` calls it.
+
+    Args:
+      aux: of `losses`, summed over microbatches.
+    """
+    ...
+
   def update_router(self, router: PyTree, aux: PyTree) -> PyTree:
     """The router state after a step, from the `aux` of `losses`, summed over its microbatches."""
     ...
@@ -239,6 +247,7 @@ def make_train_step(
   *,
   gradient_dtype: str = "float32",
   flight: int = 1,
+  repeats: bool = False,
   compiler_options: dict[str, Any] | None = None,
 ) -> Any:
   """The jitted step: (state, batch) -> (state, scalars, arrays). The given state is donated.
@@ -251,13 +260,14 @@ def make_train_step(
     abstract: from `abstract_state`.
     gradient_dtype: type in which gradients travel between devices.
     flight: number of microbatches that run side by side (`accumulate`).
+    repeats: see `make_local_step`.
     compiler_options: XLA's, for this step only.
 
   The results are those of `make_local_step`.
   """
   mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
   specs = jax.tree.map(lambda s: s.spec, shardings_of(abstract))
-  how = {"gradient_dtype": gradient_dtype, "flight": flight}
+  how: Any = {"gradient_dtype": gradient_dtype, "flight": flight, "repeats": repeats}
   local_step = make_local_step(objective, optimizer, masters.readable(specs.params), **how)
   everywhere: NamedSharding = replicated(mesh)
   shardings = shardings_of(abstract)
@@ -277,6 +287,7 @@ def make_local_step(
   *,
   gradient_dtype: str = "float32",
   flight: int = 1,
+  repeats: bool = False,
 ) -> Step:
   """The step of one device in the manual region: (state, batch) -> (state, scalars, arrays).
 
@@ -287,6 +298,8 @@ def make_local_step(
 
   Args:
     objective, optimizer, gradient_dtype, flight: as of `make_train_step`.
+    repeats: the caller runs the step again, by another program, if rows were left over
+      (`Objective.left_over`): the step then changes no bit of the state, the counters included.
     params_specs: PartitionSpecs like the parameters; not read if the optimizer has `shares`, which
       hold specs of their own.
   """
@@ -321,7 +334,12 @@ def make_local_step(
       if optimizer.spikes is not None:
         spike = finite & optimizer.spikes.seen(state.recent, loss, norm)
         good = finite & ~spike
+      over = own.left_over(aux) if repeats else None
+      if over is not None:
+        good = good & ~over
       new = _updated(state, grads, norm, router, optimizer, good, loss)
+      if over is not None:
+        new = _uncounted(new, state, over)
     with jax.named_scope("statistics"):
       scalars, arrays = own.metrics(aux)
     scalars = {"loss": loss} | scalars | {"objective": loss}
@@ -398,6 +416,14 @@ def _updated(
     average=new["average"],
     teacher=state.teacher,
   )
+
+
+def _uncounted(new: TrainState, state: TrainState, over: Array) -> TrainState:
+  """The state after a step or, if `over`, its counters as before the step, which was not `good`."""
+  counters = ("step", "skipped", "skipped_in_row", "scale", "recent")
+  keep = lambda n, o: jnp.where(over, o, n)
+  kept = {name: jax.tree.map(keep, getattr(new, name), getattr(state, name)) for name in counters}
+  return dataclasses.replace(new, **kept)
 
 
 def _fresh(init: Init, optimizer: Optimizer, seed: int) -> TrainState:

@@ -98,6 +98,8 @@ class Dropless:
     longest: an upper bound of a queue's length, if one is known (`Packed`). The first round is no
       larger than so many rows need; if it has room for them, overflow rounds are left out of the
       program.
+    first_round: leave overflow rounds out in any case. Rows without room in the first round then
+      add nothing to the output, and `Dispatched.rounds` > 1 says that there are such rows.
   """
 
   exchange: Exchange
@@ -105,6 +107,7 @@ class Dropless:
   chunks: int = 1
   order: str = "choice"
   longest: int | None = None
+  first_round: bool = False
   delivers: ClassVar[bool] = False  # whether `_send` itself brings the rows to their experts
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
@@ -130,7 +133,10 @@ class Dropless:
     queues = make_queues(routing, self.exchange, self.order)
     none, rounds = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     overflow_TD = left_over = None
-    if self.longest is None or size * self.chunks < self.longest:
+    if self.first_round:
+      left = jnp.maximum(0, queues.longest - size * self.chunks)
+      rounds += -(-left // overflow_rows(size * self.chunks))
+    elif self.longest is None or size * self.chunks < self.longest:
       # All devices of the mesh run the loop equally often, as the longest queue of any of them
       # requires, also those that this exchange does not reach: devices that share an expert gather
       # its weights within the loop.

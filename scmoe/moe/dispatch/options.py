@@ -8,6 +8,8 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option, section
 
 TRANSPORTS = ("capacity", "packed", "dropless", "put")
+# Transports that send rows in rounds, so that some rows may need overflow rounds.
+IN_ROUNDS = ("packed", "dropless", "put")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,11 @@ class DispatchAblation(Options, path="dispatch.ablation"):
     False,
     "the control of a measurement: no row is exchanged, and each device's experts compute its own "
     "rows, whichever experts they were for; the result is not the model's",
+  )
+  first_round: bool = option(
+    False,
+    "packed, dropless, put: no overflow rounds: rows without room in the first one add nothing to "
+    "the result. dispatch.overflow=repeat has this in the program whose steps it may run again",
   )
 
 
@@ -48,6 +55,14 @@ class DispatchConfig(Options, path="dispatch"):
   slack: float = option(
     1.25, "packed, dropless, put: rows of a peer's buffer over its balanced share", minimum=1
   )
+  overflow: str = option(
+    "loop",
+    "packed, dropless, put: how a training step sends rows without room in the first round of an "
+    "exchange. loop: in a loop of overflow rounds in every layer, before which a GPU waits for the "
+    "host, needed or not; repeat: a step has no such loop; one in which rows are left over changes "
+    "nothing and is run again with the loops",
+    choices=("loop", "repeat"),
+  )
   groups: int = option(
     0,
     "capacity groups the batch is split into; a multiple of data x expert devices, 0 for one per "
@@ -72,6 +87,18 @@ class DispatchConfig(Options, path="dispatch"):
   ablation: DispatchAblation = section(
     DispatchAblation, "parts of the exchange that only ablations set apart"
   )
+
+  @property
+  def repeats(self) -> bool:
+    """Whether a training step that exchanges rows may leave some over, and is then run again.
+
+    A user's own transport does as it likes, so no step with it is repeated; nor is one whose rows
+    without room are to be lost (`ablation.first_round`).
+    """
+    in_rounds = self.transport in IN_ROUNDS
+    in_rounds |= self.transport == "capacity" and self.capacity_factor == 0
+    asked = self.overflow == "repeat" and not self.ablation.first_round
+    return asked and in_rounds and self.adaptive_r != 0
 
   def check_shards(self, shards: int) -> None:
     """Checks `adaptive_r` against the number of devices that share an expert.

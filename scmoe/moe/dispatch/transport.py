@@ -160,6 +160,7 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
     given |= {"capacity_factor": capacity_factor, "no_drop": no_drop, "exchange": exchange}
     needs = ("dispatch", "combine")
     return construct(config.transport, "dispatch.transport", config, **given, needs=needs)
+  first = config.ablation.first_round
   factor = config.capacity_factor if capacity_factor is None else capacity_factor
   lossless = no_drop or factor == 0
   lossless |= capacity_factor is None and config.transport in ("dropless", "put")
@@ -167,9 +168,9 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
     return Local()
   if lossless and config.transport == "put" and not exchange.silent:
     check_put(exchange)
-    return Put(exchange, config.slack, config.chunks, order)
+    return Put(exchange, config.slack, config.chunks, order, first_round=first)
   if lossless:
-    return Dropless(exchange, config.slack, config.chunks, order)
+    return Dropless(exchange, config.slack, config.chunks, order, first_round=first)
   groups = _local_groups(config)
   size = tokens // groups
   rows = capacity(factor, tokens=size, num_experts=num_experts, k=expected)
@@ -178,7 +179,7 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
   if config.transport == "packed" or (exchange.size == 1 and not buffers):
     local = num_experts // exchange.size
     longest = min(tokens * k, local * groups * rows)
-    inner = Dropless(exchange, config.slack, config.chunks, order, longest)
+    inner = Dropless(exchange, config.slack, config.chunks, order, longest, first)
     return Packed(rows, inner if exchange.size > 1 else Local(), groups, order)
   return Capacity(rows, exchange, groups, config.chunks, order)
 

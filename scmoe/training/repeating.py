@@ -1,0 +1,159 @@
+"""A training step without overflow rounds, and its repetition where rows were left over.
+
+The loop of overflow rounds in every layer (`scmoe.moe.dispatch.dropless`) costs time even where it
+never runs: XLA's GPU runtime copies the loop's condition to the host, which launches nothing until
+it has read it, and XLA runs no exchange beside the loop. With `dispatch.overflow=repeat` a step is
+one of two programs with the same state:
+
+  once     sends the first round of rows only. Where no row is left over, it adds up the same
+           numbers as the program with loops. Otherwise the step changes no bit of the state
+  looped   has the loops. It runs the steps again in which rows were left over
+
+The host reads one array of a step, the rounds that each layer needs, before it dispatches the next
+one. Where rows are left over often, the steps go to the program with loops at once (`Pace`). That
+program is compiled when it is first needed, so a run whose loads fit compiles one program.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from scmoe.training.guided import GuidedStep
+
+# A run changes to the program with loops when rows were left over in TWICE of the last RECENT
+# steps, and back when no row was in at least CALM steps in a row (at most MOST).
+TWICE, RECENT, CALM, MOST = 2, 8, 8, 512
+
+
+class Pace:
+  """Decides from the steps so far whether the next one runs with loops from the start.
+
+  A repeated step costs both programs; a step with loops, where rows fit, costs a part of one. So
+  single steps are repeated, and bursts run with loops. A burst that begins again soon after the
+  last one doubles the number of calm steps that end it.
+
+  Attributes:
+    looped: whether the next step runs with loops.
+    calm: number of steps in a row without rows left over that end the present burst, or the last.
+  """
+
+  def __init__(self) -> None:
+    self.looped, self.calm = False, 0
+    self._recent: collections.deque[bool] = collections.deque(maxlen=RECENT)
+    self._quiet = self._since = 0
+
+  def note(self, over: bool) -> bool:
+    """Takes in a step, in order; True if the next step runs in the other way.
+
+    Args:
+      over: whether the step had more rows than the first round has room for.
+    """
+    self._recent.append(over)
+    self._since += 1
+    self._quiet = 0 if over else self._quiet + 1
+    if self.looped and self._quiet < self.calm:
+      return False
+    if not self.looped:
+      if sum(self._recent) < TWICE:
+        return False
+      self.calm = CALM if self._since > self.calm else min(2 * self.calm, MOST)
+    self.looped = not self.looped
+    self._recent.clear()
+    self._since = 0
+    return True
+
+
+class RepeatingStep(GuidedStep):
+  """The step without loops, with the step that has them for batches that leave rows over.
+
+  Called, it waits for the devices and returns a step's final results. A caller with other work to
+  do meanwhile uses `begin`, `left_over` and `again` instead, as the training loop does. All
+  processes read the same figures, so they take the same decisions.
+
+  Args:
+    step: the step without loops (`make_train_step` with `repeats`).
+    looped: makes the step with loops; called once, when it is first needed.
+    *args, **options: see `GuidedStep`.
+
+  Attributes:
+    repeated: number of steps that were run again so far.
+    pace: which program runs the next step.
+  """
+
+  repeats = True
+
+  def __init__(self, step: Any, *args: Any, looped: Callable[[], GuidedStep], **options: Any):
+    super().__init__(step, *args, **options)
+    self.repeated, self.pace = 0, Pace()
+    self._make, self._looped = looped, None
+    self._ran_looped = False
+
+  @property
+  def looped(self) -> GuidedStep:
+    """The step with loops."""
+    if self._looped is None:
+      self._looped = self._make()
+    return self._looped
+
+  @property
+  def compiles_next(self) -> bool:
+    """True if the next call compiles, and so takes long."""
+    return self.looped.compiles_next if self.pace.looped else super().compiles_next
+
+  def begin(self, *args: Any) -> Any:
+    """Dispatches a step without waiting for it; its result is final unless `left_over` says so.
+
+    Args:
+      *args: the state, which is donated, and the batch.
+    """
+    self._ran_looped = self.pace.looped
+    if self._ran_looped:
+      return self._counted(self.looped(*args))
+    return self._counted(super().__call__(*args))
+
+  def left_over(self, arrays: Mapping[str, Any]) -> bool:
+    """Whether the step that was begun last has to be run again; waits for it.
+
+    Args:
+      arrays: the step's per-layer arrays, which `begin` returned.
+    """
+    over = bool((np.asarray(jax.device_get(arrays["rounds"])) > 1).any())
+    ran_looped = self._ran_looped
+    if self.pace.note(over):
+      if self.pace.looped:
+        self.say(
+          f"rows were left over in {TWICE} of {RECENT} steps: overflow rounds run in every step "
+          f"until {self.pace.calm} steps in a row need none; a larger dispatch.slack has more room"
+        )
+      else:
+        self.say(f"no rows were left over in {self.pace.calm} steps: on without overflow rounds")
+    return over and not ran_looped
+
+  def again(self, *args: Any) -> Any:
+    """Runs the step with loops that `left_over` asked for; its result is final.
+
+    Args:
+      *args: the state that `begin` returned, which equals the state before the step and is donated,
+        and the step's batch.
+    """
+    if self.looped.compiles_next:
+      self.say("rows were left over: compiling the step with overflow rounds, to repeat it ...")
+    self.repeated += 1
+    return self._counted(self.looped(*args))
+
+  def __call__(self, *args: Any) -> Any:
+    """Runs one step to its end, once or twice; arguments and results are those of the step."""
+    state, batch = args
+    state, scalars, arrays = self.begin(state, batch)
+    if self.left_over(arrays):
+      return self.again(state, batch)
+    return state, scalars, arrays
+
+  def _counted(self, result: Any) -> Any:
+    state, scalars, arrays = result
+    return state, {**scalars, "repeated": self.repeated}, arrays

@@ -1,0 +1,228 @@
+"""A step without overflow rounds is the step with them, run again where rows were left over."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from scmoe.parallel.mesh import batch_sharding
+from scmoe.run.build import build
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.fields import with_field
+from scmoe.train import train
+from scmoe.training.fastest import Steps
+from scmoe.training.guided import GuidedStep
+from scmoe.training.metrics import read_metrics
+from scmoe.training.repeating import CALM, MOST, Pace, RepeatingStep
+from scmoe.training.step import init_state
+from scmoe.training.variants import Variant
+
+# With as much slack as ranks, all rows fit; with none, a router that is not even leaves rows over.
+RANKS, ROOM, TIGHT = 4, "4", "1"
+
+
+def smoke(**fields):
+  run = load_config(find_config("quickstart"), "smoke")
+  given = {"mesh.data": "2", "mesh.expert": str(RANKS), "dispatch.transport": "dropless"}
+  given |= {"model.num_layers": "2", "model.width": "16", "model.vocab_size": "0"}
+  given |= {"train.batch_size": "8", "train.steps": "3", "train.log_every": "1"}
+  given |= {"train.sample_tokens": "0", "train.tensorboard": "false"}
+  given |= {"data.validation_fraction": "0", "data.seq_len": "16"}
+  for path, text in (given | fields).items():
+    run = with_field(run, path.replace("__", "."), text)
+  return run
+
+
+@functools.cache
+def made(overflow, slack, **fields):
+  """(built, step): the program of each is compiled once for all tests."""
+  run = smoke(dispatch__overflow=overflow, dispatch__slack=slack, **fields)
+  built = build(run.resolve(num_devices=8, vocab_size=257))
+  return built, Steps(built, built.abstract_state(), Path("unused"), say=lambda line: None)(
+    Variant()
+  )
+
+
+def start(built):
+  state = init_state(built.init, built.optimizer, 0, built.abstract_state())
+  sharding = batch_sharding(built.mesh, leading=1)
+  put = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x))
+  return state, jax.tree.map(put, built.random_batch())
+
+
+def same_bits(got, want):
+  got, want = jax.device_get((got, want))
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def stepped(overflow, slack, steps=2, **fields):
+  """(state, scalars, arrays) after some steps on one batch."""
+  built, step = made(overflow, slack, **fields)
+  if overflow == "repeat":
+    assert isinstance(step, RepeatingStep)
+    step.repeated, step.pace = 0, Pace()
+  else:
+    assert type(step) is GuidedStep
+  state, batch = start(built)
+  for _ in range(steps):
+    state, scalars, arrays = step(state, batch)
+  return jax.device_get((state, scalars, arrays))
+
+
+def gradients(state):
+  """Adam's first moments: after one step they are the clipped gradients, times a constant."""
+  return optax.tree_utils.tree_get(state.opt_state, "mu")
+
+
+def test_with_room_for_all_rows_nothing_is_repeated():
+  """Both programs add up the same numbers; XLA fuses them otherwise, and may round the last bit."""
+  state, scalars, arrays = stepped("repeat", ROOM, steps=1)
+  want, wanted, _ = stepped("loop", ROOM, steps=1)
+  assert scalars.pop("repeated") == 0
+  np.testing.assert_array_equal(arrays["rounds"], 1)
+  for name in wanted:
+    np.testing.assert_allclose(scalars[name], wanted[name], rtol=1e-6, err_msg=name)
+
+  def close(path, got, want):
+    limit = 1e-6 * np.abs(want).max()
+    assert np.abs(got - want).max() <= limit, jax.tree_util.keystr(path)
+
+  jax.tree_util.tree_map_with_path(close, gradients(state), gradients(want))
+  assert any(leaf.any() for leaf in jax.tree.leaves(gradients(want)))
+
+
+def repeats_with_the_loops_bits(**fields):
+  (state, scalars, arrays), want = (stepped(kind, TIGHT, **fields) for kind in ("repeat", "loop"))
+  assert scalars.pop("repeated") == 2
+  assert np.max(arrays["rounds"]) > 1
+  same_bits((state, scalars, arrays), want)
+
+
+def test_a_step_that_leaves_rows_over_is_run_again_with_the_loops_bits():
+  repeats_with_the_loops_bits()
+
+
+def test_a_step_that_leaves_rows_over_changes_no_bit_of_the_state():
+  built, step = made("repeat", TIGHT)
+  step.pace = Pace()
+  state, batch = start(built)
+  before = jax.device_get(state)
+  state, scalars, arrays = step.begin(state, batch)
+  same_bits(state, before)
+  assert step.left_over(arrays)
+  # The discarded attempt had lost rows: its loss is another one.
+  again, final, _ = step.again(state, batch)
+  assert float(final["loss"]) != float(scalars["loss"])
+  assert int(again.step) == 1
+
+
+def loops(step):
+  """Loops of a compiled program whose number of rounds XLA does not know."""
+  found = [line for line in step.program.text.splitlines() if re.search(r" while\(", line)]
+  return [line for line in found if "known_trip_count" not in line]
+
+
+def test_the_program_has_no_loop_of_unknown_length():
+  """Before such a loop a GPU waits for the host; a scan over layers is none."""
+  for overflow, fewest in (("repeat", 0), ("loop", 2)):  # forward and backward, in one layer
+    built, step = made(overflow, TIGHT)
+    if step.program is None:
+      step.compile(*start(built))
+    found = loops(step)
+    assert bool(found) == bool(fewest)
+    assert len(found) >= fewest
+
+
+def test_training_repeats_steps_and_says_how_many(tmp_path):
+  """The host reads a step's rounds before it dispatches the next; the losses are the loop's."""
+  found = {}
+  for overflow in ("repeat", "loop"):
+    train(smoke(dispatch__overflow=overflow, dispatch__slack=TIGHT), tmp_path / overflow)
+    found[overflow] = read_metrics(tmp_path / overflow)
+  values = lambda name, which: [line[name] for line in found[which]]
+  for name in ("loss", "grad_norm", "skipped"):
+    assert values(name, "repeat") == values(name, "loop")
+  # Two of the first steps are repeated; then the program with loops runs at once.
+  assert values("repeated", "repeat") == [1, 2, 2]
+  assert "repeated" not in found["loop"][0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"dispatch__transport": "packed", "dispatch__capacity_factor": "4"},
+    {"dispatch__transport": "put"},
+    {"dispatch__chunks": "2"},
+    {"train__tokens_per_step": "256", "overlap__flight": "2"},
+    {"mesh__shard_state": "parameters"},
+    {"model__moe_every": "1", "model__wiring": "scmoe_pos3"},
+    {"router__bias": "sign"},
+    {"model__dtype": "float16"},
+  ],
+  ids=lambda fields: " ".join(fields),
+)
+def test_each_kind_of_step_keeps_its_bits(fields):
+  repeats_with_the_loops_bits(**fields)
+
+
+# -- which steps are repeated ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"mesh.expert": "1"},
+    {"dispatch.transport": "capacity"},
+    {"dispatch.adaptive_r": "0"},
+    {"dispatch.ablation.first_round": "true"},
+    {"dispatch.overflow": "loop"},
+    {"model.wiring": "dense"},
+  ],
+  ids=lambda fields: " ".join(fields),
+)
+def test_a_run_without_overflow_rounds_repeats_nothing(fields):
+  run = smoke(**({"dispatch.overflow": "repeat"} | fields))
+  assert build(run.resolve(num_devices=8, vocab_size=257)).without_loops(Variant()) is None
+
+
+def test_a_capacity_that_drops_nothing_repeats():
+  fields = {"dispatch.transport": "capacity", "dispatch.capacity_factor": "0"}
+  run = smoke(**({"dispatch.overflow": "repeat"} | fields))
+  assert build(run.resolve(num_devices=8, vocab_size=257)).without_loops(Variant()) is not None
+
+
+# -- which program runs the next step --------------------------------------------------------------
+
+
+def paced(pace, over):
+  """For each step, whether it ran with loops."""
+  ran = []
+  for each in over:
+    ran.append(pace.looped)
+    pace.note(bool(each))
+  return ran
+
+
+def test_single_steps_are_repeated_and_bursts_run_with_loops():
+  assert not any(paced(Pace(), [1, 0, 0, 0, 0, 0, 0, 0] * 4)), "one in eight"
+  pace = Pace()
+  assert paced(pace, [0, 1, 1, 1, 0, 1]) == [False, False, False, True, True, True]
+  assert paced(pace, [0] * (CALM + 1)) == [True] * CALM + [False]
+
+
+def test_a_burst_that_comes_back_soon_has_to_calm_down_for_longer():
+  pace, calm = Pace(), []
+  for _ in range(10):
+    paced(pace, [1, 1])
+    calm.append(pace.calm)
+    paced(pace, [0] * pace.calm)
+    assert not pace.looped
+  assert calm == [min(CALM * 2**i, MOST) for i in range(10)]
+  paced(pace, [0] * (MOST + 1))
+  paced(pace, [1, 1])
+  assert pace.calm == CALM, "a long stretch without a burst forgets the ones before"

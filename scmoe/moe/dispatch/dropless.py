@@ -127,7 +127,7 @@ class Dropless:
     Returns:
       `Dispatched` with rows [W·P, D] in each chunk, source rank by source rank (`Put`: the experts'
       tiles). With experts it holds the overflow rounds' output, without them the queues, unless
-      `longest` leaves such rounds out.
+      `longest` or `first_round` leaves such rounds out.
     """
     size = self._rows(routing.expert_TK.size)
     queues = make_queues(routing, self.exchange, self.order)

@@ -29,6 +29,23 @@ def test_a_layer_over_two_devices_is_compared_and_its_exchanges_are_priced(
   assert printed.count(" are paid, ") == 2
 
 
+def test_a_layer_without_overflow_rounds_is_timed_where_all_rows_fit(capsys):
+  """Every token visits all four experts, so that both devices get equally many rows."""
+  words = ["--layer", "--devices", "2", "--shape", "64,32,64,4,4", "--backend", "xla"]
+  layer.main([*words, "--overflow", "repeat", "--rounds", "1"])
+  assert "2 devices, dropless, no overflow rounds | TFLOP/s" in capsys.readouterr().out
+
+
+def test_rows_that_are_left_over_show_in_the_error(monkeypatch):
+  monkeypatch.setattr(parallel, "TOLERANCE", -1.0)
+  shape = layer.Shape(64, 32, 64, 4, 4)
+  given = {"devices": 2, "overflow": "repeat"}
+  with pytest.raises(ValueError, match="perhaps because rows were left over: not timed"):
+    parallel.bench_parallel(shape, 0, "xla", 1, **given)
+  with pytest.raises(ConfigError, match="--overflow=repeat needs --transport=dropless, got packed"):
+    parallel.bench_parallel(shape, 0, "xla", 1, transport="packed", **given)
+
+
 def test_experts_that_do_not_divide_over_the_devices_are_refused():
   shape = layer.Shape(64, 32, 64, 3, 1)
   with pytest.raises(

@@ -2,7 +2,8 @@
 
   python -m scmoe.bench.layer --layer --shape T,D,F,E,K [--shape ...] [--bf16_gate]
                                 [--turns_only] --json OUT
-  python -m scmoe.bench.layer --layer --devices 2 --shape T,D,F,E,K [--transport packed] --json OUT
+  python -m scmoe.bench.layer --layer --devices 2 --shape T,D,F,E,K [--transport packed]
+                                [--overflow repeat] --json OUT
   python -m scmoe.bench.layer --kernels --shape T,D,F,E,K [--skew 8] --json OUT
   python -m scmoe.bench.layer --fp8 --shape T,D,F,E,K --json OUT
 
@@ -389,6 +390,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   parser.add_argument("--devices", type=int, default=1, help="of --layer: experts spread over them")
   parser.add_argument("--transport", default="dropless", help="of --devices: dispatch.transport")
+  parser.add_argument(
+    "--overflow", default="loop", choices=("loop", "repeat"), help="of --devices: dispatch.overflow"
+  )
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--json", help="where results are written")
   options = parser.parse_args(argv)
@@ -415,6 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.rounds,
         devices=options.devices,
         transport=options.transport,
+        overflow=options.overflow,
         fp32_gate=not options.bf16_gate,
       )
       report.setdefault("parallel", []).append(result)

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from scmoe.profiling.program import Program
 from scmoe.training.guided import GuidedStep
 
 # A run changes to the program with loops when rows were left over in TWICE of the last RECENT
@@ -104,6 +105,15 @@ class RepeatingStep(GuidedStep):
   def compiles_next(self) -> bool:
     """True if the next call compiles, and so takes long."""
     return self.looped.compiles_next if self.pace.looped else super().compiles_next
+
+  @property
+  def settled(self) -> bool:
+    """True once the program that runs the next step can be timed; see `GuidedStep.settled`."""
+    return self.looped.settled if self.pace.looped else super().settled
+
+  def named_program(self) -> Program:
+    """The program that runs the next step; see `GuidedStep.named_program`."""
+    return self.looped.named_program() if self.pace.looped else super().named_program()
 
   def begin(self, *args: Any) -> Any:
     """Dispatches a step without waiting for it; its result is final unless `left_over` says so.

@@ -104,6 +104,10 @@ def repeats_with_the_loops_bits(**fields):
 
 def test_a_step_that_leaves_rows_over_is_run_again_with_the_loops_bits():
   repeats_with_the_loops_bits()
+  _, step = made("repeat", TIGHT)
+  assert step.pace.looped, "after two of two steps"
+  assert step.settled, "by its program with loops: warming up ends"
+  assert loops(step.named_program())
 
 
 def test_a_step_that_leaves_rows_over_changes_no_bit_of_the_state():
@@ -120,9 +124,9 @@ def test_a_step_that_leaves_rows_over_changes_no_bit_of_the_state():
   assert int(again.step) == 1
 
 
-def loops(step):
+def loops(program):
   """Loops of a compiled program whose number of rounds XLA does not know."""
-  found = [line for line in step.program.text.splitlines() if re.search(r" while\(", line)]
+  found = [line for line in program.text.splitlines() if re.search(r" while\(", line)]
   return [line for line in found if "known_trip_count" not in line]
 
 
@@ -132,7 +136,7 @@ def test_the_program_has_no_loop_of_unknown_length():
     built, step = made(overflow, TIGHT)
     if step.program is None:
       step.compile(*start(built))
-    found = loops(step)
+    found = loops(step.program)
     assert bool(found) == bool(fewest)
     assert len(found) >= fewest
 

@@ -1,4 +1,4 @@
-"""What a training step reports, on the devices until the host reads it."""
+"""The results of a training step, on the devices until the host reads them."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@
   python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/a --upcycle wiring=scmoe_pos2
   python -m scmoe.convert --from runs/top2 --workdir runs/b --upcycle wiring=farskip
   python -m scmoe.convert --workdir runs/a --inference exports/a --dtype int8
+  python -m scmoe.convert --workdir runs/adapted --peft exports/adapter
+  python -m scmoe.convert --from ~/models/OLMoE-1B-7B --adapter exports/adapter --workdir runs/b
   python -m scmoe.convert --from runs/a --workdir runs/placed --place devices=4
   python -m scmoe.convert --from runs/tuned --workdir runs/small --prune keep=0.5 --start runs/base
 
@@ -18,6 +20,8 @@ none of them can express leaves with its own code, which transformers runs with
 trust_remote_code=True. Everything is checked before anything is written.
 --inference writes a folder for --model of scmoe.generate, scmoe.evaluate and scmoe.serve: any run's
 weights without optimizer, with checksums.
+--peft writes the low-rank adapters of a run alone, in the layout of PEFT; --adapter adds such a
+folder to the released model in --from, so that every command can read the sum as a run.
 --place and --prune read a run and make another one, step 0 of --workdir: the same experts in an
 order for the devices that will hold them, or some of the experts of each layer.
 """
@@ -32,7 +36,7 @@ from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.paths import expanded
 from scmoe.pretrained.imported import import_model
 from scmoe.run.command_line import HELP, Flag, check_environment, help_text, parse
-from scmoe.run.exported import export_inference, export_model
+from scmoe.run.exported import export_adapters, export_inference, export_model
 from scmoe.run.names import check_workdir
 from scmoe.run.rearranged import Source, place_run, prune_run
 from scmoe.run.upcycled import Fit, is_run, upcycle_run
@@ -51,15 +55,33 @@ FLAGS = (
     "",
     "folder to write the run's model to, for --model of other commands; must not exist yet",
   ),
+  Flag(
+    "peft",
+    str,
+    "",
+    "folder to write the run's adapters (lora.rank) to, in PEFT's layout; must not exist yet",
+  ),
+  Flag(
+    "adapter",
+    str,
+    "",
+    "with --from: folder of adapters in PEFT's layout, which are added to the released model",
+  ),
   Flag("workdir", str, "", "folder of the run", required=True),
   Flag("step", int, -1, "step of the checkpoint of the run that is read; -1: the newest"),
   Flag("ema", bool, False, "of the run that is read: the moving average of the weights instead"),
-  Flag("task", str, "", "with --to, --inference: of several tasks the one whose gates are written"),
+  Flag(
+    "task",
+    str,
+    "",
+    "with --to, --peft, --inference: of several tasks the one whose gates are written",
+  ),
   Flag(
     "dtype",
     str,
     "",
-    "with --to: bfloat16, float16 or float32; default: that of the released model. With "
+    "with --to: bfloat16, float16 or float32; default: that of the released model. With --peft: "
+    "the same; default: float32. With "
     "--inference: bfloat16, float32 or int8 (experts; the rest bfloat16); default: the run's dtype",
   ),
   Flag(
@@ -116,9 +138,12 @@ FLAGS = (
   HELP,
 )
 
+# The flags that write a folder, and what writes it.
+_WRITERS = {"to": export_model, "inference": export_inference, "peft": export_adapters}
+
 
 def main(argv: list[str]) -> None:
-  """Runs the command line: one of --from, --to and --inference."""
+  """Runs the command line: one of --from, --to, --inference and --peft."""
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
@@ -127,10 +152,10 @@ def main(argv: list[str]) -> None:
   step = None if values["step"] < 0 else values["step"]
   if values["place"] or values["prune"]:
     return print(_rearranged(values, workdir, step))
-  if sum(bool(values[name]) for name in ("from", "to", "inference")) != 1:
+  if sum(bool(values[name]) for name in ("from", *_WRITERS)) != 1:
     raise ConfigError(
       "give one of: --from FOLDER to read a released model, --to FOLDER to write one, --inference "
-      "FOLDER to write a folder for inference"
+      "FOLDER to write a folder for inference, --peft FOLDER to write adapters alone"
     )
   names = ("start",) if values["fit"] else ("start", "text")
   if lost := next((name for name in names if values[name]), None):
@@ -139,14 +164,22 @@ def main(argv: list[str]) -> None:
   if values["fit"] < 0:
     raise ConfigError(f"--fit={values['fit']} is no number of sequences; give e.g. --fit=1000")
   if values["from"] and values["task"]:
-    raise ConfigError("--task goes with --to and --inference, which write the model of one task")
+    raise ConfigError(
+      "--task goes with --to, --peft and --inference, which write the model of one task"
+    )
   if values["from"] and values["dtype"]:
     raise ConfigError(
-      "--dtype goes with --to and --inference; --from keeps the types of the tensors, leave it out"
+      "--dtype goes with --to, --peft and --inference; --from keeps the types of the tensors, "
+      "leave it out"
     )
   if values["from"]:
     options: dict[str, Any] = {"mesh": values["mesh"], "upcycle": values["upcycle"]}
     if is_run(source := expanded(values["from"], "--from")):
+      if values["adapter"]:
+        raise ConfigError(
+          f"--adapter goes with --from of a released model, and {source} is a run; give the folder "
+          "that the adapters are for (scmoe.convert --workdir RUN --to FOLDER writes a run's)"
+        )
       fit = Fit(values["fit"], values["text"]) if values["fit"] else None
       return print(upcycle_run(source, workdir, step=step, ema=values["ema"], fit=fit, **options))
     if values["fit"]:
@@ -155,14 +188,17 @@ def main(argv: list[str]) -> None:
       )
     if values["ema"] or step is not None:
       raise ConfigError("--ema and --step are of a run; a released model has neither")
-    return print(import_model(values["from"], workdir, **options))
+    return print(import_model(values["from"], workdir, adapter=values["adapter"], **options))
+  if values["adapter"]:
+    raise ConfigError(
+      "--adapter goes with --from FOLDER, to whose model it is added; --peft FOLDER writes adapters"
+    )
   if values["upcycle"] or values["fit"]:
     raise ConfigError("--upcycle and --fit go with --from: they start a run from another model")
   options = {name: values[name] for name in ("dtype", "mesh", "ema", "task")} | {"step": step}
-  write = export_model if values["to"] else export_inference
-  flag = "to" if values["to"] else "inference"
+  flag = next(name for name in _WRITERS if values[name])
   folder = expanded(values[flag], f"--{flag}")
-  return print(write(workdir, folder, **options))
+  return print(_WRITERS[flag](workdir, folder, **options))
 
 
 def _rearranged(values: Mapping[str, Any], workdir: Path, step: int | None) -> str:
@@ -176,7 +212,7 @@ def _rearranged(values: Mapping[str, Any], workdir: Path, step: int | None) -> s
   flag = "place" if values["place"] else "prune"
   if not values["from"]:
     raise ConfigError(f"--{flag} reads a run and makes another one: give --from RUN, --workdir NEW")
-  without = ("to", "inference", "dtype", "upcycle", "task", "fit")
+  without = (*_WRITERS, "adapter", "dtype", "upcycle", "task", "fit")
   if lost := next((name for name in without if values[name]), None):
     raise ConfigError(f"--{lost} has no effect with --{flag}; leave it out")
   if values["start"] and flag == "place":

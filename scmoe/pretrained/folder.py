@@ -278,18 +278,27 @@ def write_weights(folder: Path, planned: list[Planned], values: Iterable[np.ndar
   count, stream, weight_map, names = len(parts), iter(values), {}, []
   for i, part in enumerate(parts):
     name = WEIGHTS if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-    with (folder / name).open("wb") as file:
-      file.write(_header(part))
-      for tensor in part:
-        value = next(stream)
-        assert (value.shape, value.dtype) == (tensor.shape, WRITTEN[tensor.dtype]), tensor
-        file.write(np.ascontiguousarray(value).view(np.uint8).data)
-        weight_map[tensor.name] = name
+    write_file(folder / name, part, stream)
+    weight_map |= dict.fromkeys((tensor.name for tensor in part), name)
     names.append(name)
   if count > 1:
     index = {"metadata": {"total_size": sum(t.size for t in planned)}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
   return names
+
+
+def write_file(path: Path, planned: list[Planned], values: Iterator[np.ndarray]) -> None:
+  """Writes tensors to one file; it takes as many values as there are tensors, one at a time.
+
+  Raises:
+    OSError: the file cannot be written.
+  """
+  with path.open("wb") as file:
+    file.write(_header(planned))
+    for tensor in planned:
+      value = next(values)
+      assert (value.shape, value.dtype) == (tensor.shape, WRITTEN[tensor.dtype]), tensor
+      file.write(np.ascontiguousarray(value).view(np.uint8).data)
 
 
 def _header(part: list[Planned]) -> bytes:

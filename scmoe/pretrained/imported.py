@@ -24,6 +24,9 @@ from scmoe.base.stored import write_json
 from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
 from scmoe.models.config import ModelConfig
 from scmoe.models.flops import count_parameters
+from scmoe.models.low_rank import Adapters
+from scmoe.parallel.mesh import shardings_of
+from scmoe.pretrained.adapter_folder import AdapterFolder
 from scmoe.pretrained.conventions import (
   check_kept,
   eos_ids,
@@ -51,7 +54,9 @@ SOURCE = "source.json"  # in the run's folder; `scmoe.convert --to` reads it
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "") -> str:
+def import_model(
+  path: str, workdir: Path, *, mesh: str = "", upcycle: str = "", adapter: str = ""
+) -> str:
   """Makes a released model step 0 of a run; returns lines for the user.
 
   Args:
@@ -59,9 +64,11 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     workdir: the run's folder.
     mesh: see `--mesh`.
     upcycle: request for another architecture; see `scmoe.pretrained.upcycle`.
+    adapter: folder of adapters in PEFT's layout, which are added to the model's matrices; "": none.
 
   Raises:
-    DataError: a file or a tensor cannot be used, or a tensor holds NaN or infinity.
+    DataError: a file or a tensor cannot be used, or a tensor holds NaN or infinity, or the adapters
+      are those of another model.
     ConfigError: tokenizer or mesh do not fit, or the workdir has a run already.
     StorageError: the run cannot be written.
   """
@@ -73,6 +80,9 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     eos = tokenizer.token(tokenizer.eos_id)
     data = dataclasses.replace(run.data, tokenizer=str(workdir / TOKENIZER), eos_token=eos)
     run = dataclasses.replace(run, data=data)
+  adapters = None
+  if adapter:
+    adapters = AdapterFolder(adapter, released.family, run.model, released.tensors)
   built, begun, planned = dataclasses.replace(released.built, run=run), {}, None
   if upcycle:
     planned = plan(upcycle, run.model, run.router)
@@ -90,17 +100,40 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     write_json(workdir / "config.json", built.config)
 
   with new_run(workdir) as keeper, _weights_are_finite(released):
-    if planned is None and jax.process_count() == 1:
+    if planned is None and adapters is None and jax.process_count() == 1:
       keeper.save_pieces(0, *released.pieces(), {}, _meta(built), describe)
     else:
       leaves = dict(released.leaves())
+      if adapters is not None:
+        leaves = _merged(leaves, released.built, adapters)
       if planned is not None:
         leaves, begun = upcycled(leaves, built, planned)
       describe()
       save_start(keeper, built, leaves)
   seconds = time.monotonic() - started
-  said = _report(released, workdir, seconds, tokenizer is not None)
+  said = _report(released, workdir, seconds, tokenizer is not None, adapters)
   return f"{said}\n{said_of(run.model, begun)}" if upcycle else said
+
+
+def _merged(
+  leaves: dict[str, Array], built: build.Built, folder: AdapterFolder
+) -> dict[str, Array]:
+  """The parameters with adapters added, in their own types.
+
+  Args:
+    leaves: parameters and router state by dotted name; their memory is reused.
+    built: the model, on the mesh that holds them.
+    folder: its adapters.
+  """
+  adapters = Adapters(folder.lora, built.shapes)
+  like, router = (
+    {"params": adapters.shapes},
+    {n: x for n, x in leaves.items() if n.startswith("router.")},
+  )
+  own = nested(folder.factors(flat(like)), like)["params"]
+  own = jax.device_put(own, shardings_of(adapters.shapes))
+  merge = jax.jit(adapters.merged, out_shardings=shardings_of(built.shapes), donate_argnums=0)
+  return flat({"params": merge(nested(leaves, {"params": built.shapes})["params"], own)}) | router
 
 
 @contextlib.contextmanager
@@ -286,7 +319,13 @@ def _write_tokenizer(tokenizer: JsonTokenizer, folder: Path) -> None:
     raise StorageError(f"{folder / TOKENIZER} cannot be written: {error}") from None
 
 
-def _report(released: Released, workdir: Path, seconds: float, has_tokenizer: bool) -> str:
+def _report(
+  released: Released,
+  workdir: Path,
+  seconds: float,
+  has_tokenizer: bool,
+  adapters: AdapterFolder | None,
+) -> str:
   """Lines for the user: the model that was read, the time it took, and the next commands."""
   built, folder = released.built, released.folder
   counts = count_parameters(built.run.model, built.shapes)
@@ -297,6 +336,11 @@ def _report(released: Released, workdir: Path, seconds: float, has_tokenizer: bo
     f"kept as step 0 of {workdir}, on {built.mesh.size} device(s); peak host memory "
     f"{size_of(memory_in_use().get('host_memory_bytes', 0))}",
   ]
+  if adapters is not None:
+    lines.append(
+      f"with {len(adapters.held)} adapters of {adapters.path} on "
+      f"{', '.join(adapters.lora.wanted)}, added to the model's matrices"
+    )
   if released.skipped:
     some = ", ".join(released.skipped[:3]) + (", ..." if len(released.skipped) > 3 else "")
     lines.append(f"not read: {len(released.skipped)} tensors that the model does not use: {some}")

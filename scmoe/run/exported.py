@@ -1,4 +1,7 @@
-"""Writes a run's model as a released model's folder (`scmoe.convert --to`), or for inference."""
+"""Writes a run's model as a released model's folder (`scmoe.convert --to`), or for inference.
+
+Of a run with adapters, it also writes these alone (`--peft`).
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax import Array
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
 from scmoe.base.stored import write_json
 from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
-from scmoe.pretrained import own
+from scmoe.models.low_rank import A, Adapters, B
+from scmoe.pretrained import adapter_folder, own
+from scmoe.pretrained.adapter_names import Place, check_family, described, places
 from scmoe.pretrained.conventions import config_fields
 from scmoe.pretrained.families import read_config, write_config
-from scmoe.pretrained.folder import CONFIG, TYPES, Planned, atomic_folder, write_weights
+from scmoe.pretrained.folder import (
+  CONFIG,
+  TYPES,
+  Planned,
+  atomic_folder,
+  write_file,
+  write_weights,
+)
 from scmoe.pretrained.imported import DTYPES, SOURCE, source_of
 from scmoe.pretrained.inference_files import (
   check_dtype,
@@ -27,16 +40,16 @@ from scmoe.pretrained.inference_files import (
 )
 from scmoe.pretrained.names import Tensor, tensors
 from scmoe.pretrained.own_files import CARD, card, text_files
-from scmoe.pretrained.stream import leaves_of, unload
+from scmoe.pretrained.stream import flat, leaves_of, unload
 from scmoe.run import build, placement
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
 from scmoe.run.multitask import of_task
-from scmoe.run.opened import Stored, open_run, weights_of
+from scmoe.run.opened import Stored, check_average, open_run, weights_of
 from scmoe.run.text import load_tokenizer
 from scmoe.training.card import read_card
 from scmoe.training.meters import memory_in_use
-from scmoe.training.restore import with_newest
+from scmoe.training.restore import restore_on_host, with_newest
 
 
 def export_model(
@@ -151,6 +164,69 @@ def _tokenizer_files(run: RunConfig, workdir: Path, is_released: bool) -> dict[s
   if is_released and not (workdir / TOKENIZER).is_file():
     return {}
   return text_files(run, load_tokenizer(run, str(workdir)))
+
+
+def export_adapters(
+  workdir: Path,
+  folder: Path,
+  *,
+  step: int | None = None,
+  dtype: str = "",
+  mesh: str = "",
+  ema: bool = False,
+  task: str = "",
+) -> str:
+  """Writes a run's adapters alone, in PEFT's layout; returns a line for the user.
+
+  Arguments as of `export_inference`; `dtype` is as of `export_model`, by default float32.
+
+  Raises:
+    ConfigError: the run has no adapters, PEFT has no names for those of its model, `dtype` is
+      unknown, the run keeps no average, or `task` does not fit it.
+    CheckpointError: there is no such step.
+    StorageError: the folder exists already, or cannot be written.
+  """
+  if dtype and dtype not in DTYPES:
+    raise ConfigError(f"--dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
+  source = source_of(workdir)
+
+  def opened_step() -> tuple[Stored, list[Place], dict[str, Any]]:
+    stored, _ = _of_task(open_run(str(workdir), step), task)
+    lora = stored.run.lora
+    if not lora.rank:
+      raise ConfigError(
+        f"--peft: {workdir} has no adapters (lora.rank=0); --to FOLDER writes its whole model"
+      )
+    if ema:
+      check_average(stored.run, str(workdir))
+    built = build.build(placement.on_mesh(stored.run, mesh))
+    config, listed = _planned(built.run, source.get("family", ""), leaves_of(built))
+    check_family(config["model_type"], lora)
+    adapters, part = Adapters(lora, built.shapes), "average" if ema else "params"
+    found = restore_on_host(workdir, adapters.shapes, stored.step, part=part)
+    own = {f"params.{name}": value for name, value in flat(found).items()}
+    every = places(config["model_type"], stored.run.model, listed)
+    return stored, [place for place in every if f"{place.parts[0][0]}.{A}" in own], own
+
+  stored, held, own = with_newest(opened_step, step)
+  kind, lora = DTYPES[dtype or "float32"], stored.run.lora
+  planned = [
+    Planned(name, shape, kind)
+    for place in held
+    for name, shape in zip(place.names, place.shapes(len(place.parts) * lora.rank))
+  ]
+  slices = lambda place: [
+    (own[f"{leaf}.{A}"][index], own[f"{leaf}.{B}"][index]) for leaf, index in place.parts
+  ]
+  values = (value for place in held for value in place.packed(slices(place)))
+  typed = (np.asarray(value).astype(TYPES[kind], copy=False) for value in values)
+  with atomic_folder(folder, "peft") as partial:
+    write_file(partial / adapter_folder.WEIGHTS, planned, typed)
+    write_json(partial / adapter_folder.CONFIG, described(lora, held))
+  return (
+    f"{len(held)} adapters of {workdir}, step {stored.step}, on {', '.join(lora.wanted)}: "
+    f"{size_of(sum(p.size for p in planned))}, in {folder}"
+  )
 
 
 def export_inference(

@@ -242,6 +242,13 @@ FAMILIES: dict[str, Family] = {
   own.FAMILY: Family("ScmoeForCausalLM", own.read, own.write),
 }
 
+# Families without an entry above, and what a model of this project lacks for them.
+LACKING = {
+  "jetmoe": "its attention is a mixture of experts, too: a gate of its own chooses for every token "
+  "which query and output projections it goes through, and both mixtures add a bias to their sum; "
+  "attention here has the same projections for all tokens",
+}
+
 
 def read_config(
   values: Mapping[str, Any], name: str = "config.json"
@@ -258,9 +265,9 @@ def read_config(
   """
   family = values.get("model_type")
   if not isinstance(family, str) or family not in FAMILIES:
-    raise DataError(
-      f"{name}: model_type={family!r} is not a known family; one of: {', '.join(FAMILIES)}"
-    )
+    lacking = LACKING.get(family) if isinstance(family, str) else None
+    why = f"cannot be read, since {lacking}" if lacking else "is not a known family"
+    raise DataError(f"{name}: model_type={family!r} {why}; one of: {', '.join(FAMILIES)}")
   try:
     model, router = FAMILIES[family].read(Fields(values, name))
     model = model.resolve()

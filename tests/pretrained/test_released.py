@@ -197,6 +197,8 @@ FAILURES = {
   "missing config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
   "broken config": (lambda f: (f / "config.json").write_text("{"), r"config.json cannot be used"),
   "unknown family": (lambda f: change(f, model_type="gpt_neo"), r"model_type='gpt_neo'.*olmoe"),
+  "mixture of attention": (
+    lambda f: change(f, model_type="jetmoe"), r"model_type='jetmoe' cannot be read, since its at"),
   "missing tensor": (with_tensors(lambda w: w.pop(NORM)), rf"tensor {NORM} is missing"),
   "unknown tensor": (
     with_tensors(lambda w: w.update({"model.extra": w[NORM]})), r"tensor model.extra is not part"),

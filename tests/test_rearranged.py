@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import leaving
 import numpy as np
 import pytest
+from adapting import ALPHA, RANK, adapt
 from flax import nnx
 from leaving import run_of, write_run
 
@@ -16,7 +17,8 @@ from scmoe import convert, evaluate, train
 from scmoe.base.errors import CheckpointError, ConfigError, DataError
 from scmoe.inference.placement.devices import order_of
 from scmoe.models.gpt import Pass
-from scmoe.models.low_rank import LoraConfig
+from scmoe.models.low_rank import Adapters, LoraConfig
+from scmoe.models.matrices import MATRICES
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.pretrained.imported import import_model
 from scmoe.pretrained.inference import InferenceFolder
@@ -24,11 +26,12 @@ from scmoe.pretrained.requests import smaller
 from scmoe.pretrained.stream import flat, leaves_of, nested
 from scmoe.pretrained.taken import gate_norms, take
 from scmoe.run import placement
+from scmoe.run.adapters import BASE
 from scmoe.run.build import build
 from scmoe.run.modality import modality_of
 from scmoe.run.opened import open_run
 from scmoe.run.rearranged import PLACED, PRUNED, Source, best, choices_of
-from scmoe.training.restore import restore_stored
+from scmoe.training.restore import restore_part, restore_stored
 
 TOKENS = np.random.default_rng(0).integers(0, leaving.VOCAB, (2, 24), np.int32)
 
@@ -169,6 +172,53 @@ def test_a_placed_run_and_what_it_says(made):
     np.testing.assert_array_equal(placed[name], value, name)
   assert said["after"]["rounds"] <= said["before"]["rounds"]
   np.testing.assert_allclose(logits(built, placed), logits(built, before), rtol=2e-5, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def adapted(root):
+  """A run with adapters and their average, over a base of its own."""
+  write_run(run_of("topk llama"), root / "adapted" / BASE)
+  return adapt(root / "adapted")
+
+
+@pytest.mark.parametrize(("ema", "asked"), [
+  (False, "--place=devices=4,batches=2"), (True, "--place=devices=4,batches=2"),
+  (False, "--prune=keep=4,by=use,batches=1"), (True, "--prune=keep=4,by=random,seed=1"),
+])  # fmt: skip
+def test_adapters_and_averages_are_merged_before_experts_are_taken(ema, asked, adapted, root):
+  """The new run holds W + alpha/r · A · B, or that of the averages, and trains no adapters."""
+  new = root / f"of_adapted{asked[:4]}{ema}{len(asked)}"
+  text = [] if "random" in asked else [f"--text={root / 't.txt'}"]
+  convert.main([f"--from={adapted}", f"--workdir={new}", asked, *text, *["--ema"] * ema])
+  said = json.loads((new / (PLACED if "place" in asked else PRUNED)).read_text())
+  index_LE = np.array(said.get("order", said.get("kept")))
+  built, found = leaves_in(new)
+  assert built.run.lora == LoraConfig()
+  _, base = leaves_in(adapted / BASE)
+  run = open_run(str(adapted), None).run
+  shapes = Adapters(run.lora, build(run).shapes).shapes
+  part = "average" if ema else "params"
+  own = flat(jax.device_get(restore_part(adapted, {part: shapes})[part]))
+  for name, value in base.items():
+    want = np.asarray(value)
+    if (stem := f"{name.removeprefix('params.')}.lora") + "_a" in own:
+      a, b = own[f"{stem}_a"], own[f"{stem}_b"]
+      sides = MATRICES[name.rpartition(".")[2]]
+      a = a.reshape(*want.shape[: want.ndim - sum(map(len, sides))], -1, RANK)
+      change = np.einsum("...ir,...ro->...io", a, b.reshape(*a.shape[:-2], RANK, -1))
+      want = want + ALPHA / RANK * change.reshape(want.shape)
+    if ".experts." in name:
+      want = np.stack([layer[kept] for layer, kept in zip(want, index_LE)])
+    elif "router_gate" in name:
+      want = np.stack([layer[..., kept] for layer, kept in zip(want, index_LE)])
+    np.testing.assert_allclose(found[name], want, atol=2e-6, rtol=0, err_msg=name)
+
+
+def test_gates_that_adapters_leave_alone_say_nothing_about_experts(adapted, root):
+  with pytest.raises(ConfigError, match="the gates have not changed since --start"):
+    convert.main([f"--from={adapted}", f"--workdir={root / 'no'}", "--prune=keep=4",
+                  f"--start={adapted / BASE}"])  # fmt: skip
+  assert not (root / "no").exists()
 
 
 @pytest.mark.parametrize("name", ["a", "scaled", "dropping"])

@@ -7,12 +7,15 @@ A model is trained on the first text (train) and then on the second (tune). plac
 first model's choices under every placement, for 4 and for 8 devices, on batches that the placement
 has not seen. order: the loss with the experts in another order. prune: the second model with fewer
 experts, by each score, and its losses on the second text's validation part and on --other. Each
-part takes minutes on a CPU and adds its figures to results/SCALE.json.
+part takes minutes on a CPU and adds its figures to results/SCALE.json. A prune that was stopped
+goes on with the figures of the same day, models and texts; a training that has ended is not
+recorded again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -87,7 +90,9 @@ def main() -> None:
 
 def train(given: argparse.Namespace) -> dict[str, Any]:
   """Trains the first model."""
-  return trained(given, given.base, given.runs / "base")
+  fields = SCALES[given.scale]
+  until = int(fields.get("train.stop_after", fields["train.steps"]))
+  return trained(given, given.base, given.runs / "base", until)
 
 
 def tune(given: argparse.Namespace) -> dict[str, Any]:
@@ -96,25 +101,47 @@ def tune(given: argparse.Namespace) -> dict[str, Any]:
   steps = int(SCALES[given.scale]["train.steps"]) // 4
   more += [f"--config.train.steps={steps}", "--config.train.stop_after=0",
            "--config.optimizer.learning_rate=1e-3"]  # fmt: skip
-  return trained(given, given.tuned, given.runs / "tuned", more)
+  return trained(given, given.tuned, given.runs / "tuned", steps, more)
 
 
 def trained(
-  given: argparse.Namespace, text: Path, workdir: Path, more: list[str] | None = None
+  given: argparse.Namespace, text: Path, workdir: Path, until: int, more: list[str] | None = None
 ) -> dict[str, Any]:
-  """Trains in a process of its own; returns the fields that were set and the last evaluation."""
+  """Trains in a process of its own; returns the fields that were set and the last evaluation.
+
+  Args:
+    given: the command's flags.
+    text: file of the text.
+    workdir: the run's folder. A run that was stopped goes on.
+    until: the last step.
+    more: further options.
+
+  Raises:
+    SystemExit: the run has ended already, or the training fails.
+  """
   fields = {**MODEL, **SCALES[given.scale], "data.path": str(text.resolve())}
   fields = {name: value for name, value in fields.items() if value}
   options = [f"--config.{name}={value}" for name, value in fields.items()] + (more or [])
   fields |= {"more": " ".join(word for word in more or [] if "init_from" not in word)}
   command = [sys.executable, "-m", "scmoe.train", "--config", "quickstart", *options]
+  if (before := evaluations(workdir)) and before[-1]["step"] >= until:
+    raise SystemExit(
+      f"{workdir} has ended already, at step {before[-1]['step']}: its figures are not of today; "
+      "give another --runs, or remove that folder"
+    )
   code = subprocess.run([*command, "--workdir", str(workdir)], check=False, cwd=ROOT).returncode
   if code not in (0, PAUSED):
     raise SystemExit(code)
-  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-  last = [line for line in lines if line["kind"] == "eval"][-1]
+  last = evaluations(workdir)[-1]
   fields["data.path"] = text.name
   return {"fields": fields, "loss": last["loss"], "bits_per_byte": last["bits_per_byte"]}
+
+
+def evaluations(workdir: Path) -> list[dict[str, Any]]:
+  """The evaluations of a run so far; none if there is no run."""
+  file = workdir / "metrics.jsonl"
+  lines = map(json.loads, file.read_text().splitlines()) if file.is_file() else ()
+  return [line for line in lines if line["kind"] == "eval"]
 
 
 def place(given: argparse.Namespace) -> dict[str, Any]:
@@ -185,19 +212,56 @@ def prune(given: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     return {"losses": losses, "bytes_on_disk": size}
 
-  kept = given.runs / "pruned.json"  # a part that was stopped goes on from there
-  found = json.loads(kept.read_text()) if kept.is_file() else {}
-  if not found:
+  arms = [
+    f"keep={share},{arm}"
+    for share in KEPT
+    for arm in ("by=router_norm", "by=use", *(f"by=random,seed={seed}" for seed in SEEDS))
+  ]
+  kept = given.runs / "pruned.json"
+  of = identity(given)
+  found = going_on(kept, of)
+  if "whole" not in found:
     found["whole"] = judged(given.runs / "tuned")
-  for share in KEPT:
-    for arm in ("by=router_norm", "by=use", *(f"by=random,seed={seed}" for seed in SEEDS)):
-      if f"keep={share},{arm}" in found:
-        continue
-      to = fresh(given.runs / "pruned")
-      said = prune_run(source, to, f"keep={share},{arm}", start if "norm" in arm else "")
-      found[f"keep={share},{arm}"] = {**judged(to), "said": said.splitlines()[1]}
-      kept.write_text(json.dumps(found))
+  for arm in arms:
+    if arm in found:
+      continue
+    to = fresh(given.runs / "pruned")
+    said = prune_run(source, to, arm, start if "norm" in arm else "")
+    found[arm] = {**judged(to), "said": said.splitlines()[1]}
+    kept.write_text(json.dumps({"of": of, "arms": found}))
+  kept.unlink(missing_ok=True)  # the part is whole: when it is called again, it measures again
   return found
+
+
+def identity(given: argparse.Namespace) -> dict[str, Any]:
+  """What figures of pruned models depend on: the day, both models, the texts and their number."""
+  import jax
+
+  from scmoe.training.restore import read_meta
+
+  leaves = lambda name: read_meta(given.runs / name)["leaves"]
+  prints = lambda name: {leaf: x["fingerprint"] for leaf, x in leaves(name).items()}
+  text = lambda path: hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+  models = json.dumps([prints("base"), prints("tuned")], sort_keys=True)
+  return {
+    "date": time.strftime("%Y-%m-%d"),
+    "models": hashlib.blake2b(models.encode(), digest_size=16).hexdigest(),
+    "texts": [text(path) for path in (given.tuned, given.other) if path],
+    "batches": given.batches,
+    "jax": jax.__version__,
+  }
+
+
+def going_on(file: Path, of: dict[str, Any]) -> dict[str, Any]:
+  """The figures that a stopped part has left, if they are of the same `identity`; else none.
+
+  A file that was cut short while it was written counts as none.
+  """
+  try:
+    left = json.loads(file.read_text())
+  except (FileNotFoundError, json.JSONDecodeError):
+    return {}
+  return left["arms"] if left.get("of") == of else {}
 
 
 def fresh(folder: Path) -> Path:

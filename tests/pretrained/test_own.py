@@ -15,6 +15,7 @@ from leaving import _LATENT, CASES, VOCAB, run_of, write_run
 from safetensors.numpy import load_file, save_file
 
 from scmoe.base.errors import ConfigError, DataError, StorageError
+from scmoe.blocks.wiring import WIRINGS
 from scmoe.data.conventions import Conventions
 from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer, byte_tokenizer_json
 from scmoe.models.config import ModelConfig
@@ -93,9 +94,10 @@ def leaves(group, path=()):
       yield (*path, name), value
 
 
-# Two stacks, two gatings, a bias with a controller, several gates, and a plain one.
+# Two stacks, two gatings, a bias with a controller, several gates, a plain one; and every wiring.
 THERE_AND_BACK = ("scmoe_pos2 gpt2", "dgmoe, dense layers", "dgmoe_share llama", "three gates",
-                  "a controller's bias", "cosine gate")  # fmt: skip
+                  "a controller's bias", "cosine gate",
+                  *(f"{wiring} gpt2" for wiring in WIRINGS if wiring != "scmoe_pos2"))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*THERE_AND_BACK[:2], *map(night, THERE_AND_BACK[2:])])

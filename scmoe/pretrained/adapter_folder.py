@@ -126,9 +126,11 @@ class AdapterFolder:
     return found
 
   def _known(self, family: str, model: ModelConfig, tensors: Sequence[Tensor]) -> Iterator[Place]:
-    wanted = self._config.get("target_parameters") or []
-    words = {word.rpartition(".")[2] for word in wanted if isinstance(word, str)}
-    nested = [name for name in (GATE_UP, DOWN) if name in words]
+    """All places where this folder can have an adapter."""
+    wanted = self._config.get("target_parameters")
+    words = [word for word in wanted if isinstance(word, str)] if isinstance(wanted, list) else []
+    last = {word.rpartition(".")[2] for word in words}
+    nested = [name for name in (GATE_UP, DOWN) if name in last]
     yield from places(family, model, tensors, nested)
     yield from (single(tensor) for tensor in tensors if len(tensor.index) == 2)
 
@@ -177,8 +179,8 @@ class AdapterFolder:
     Raises:
       DataError: a shape or type is another one, or rank or alpha are no numbers above 0.
     """
-    rank, alpha = self._field("r", "rank_pattern", place), self._field(
-      "lora_alpha", "alpha_pattern", place)  # fmt: skip
+    rank = self._field("r", "rank_pattern", place)
+    alpha = self._field("lora_alpha", "alpha_pattern", place)
     if type(rank) is not int or rank < 1:
       raise DataError(f"{self.path / CONFIG}: r={str(rank)[:40]} of {place.key} is no rank")
     if type(alpha) not in (int, float) or not 0 < alpha < math.inf:

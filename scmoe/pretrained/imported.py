@@ -126,14 +126,13 @@ def _merged(
     folder: its adapters.
   """
   adapters = Adapters(folder.lora, built.shapes)
-  like, router = (
-    {"params": adapters.shapes},
-    {n: x for n, x in leaves.items() if n.startswith("router.")},
-  )
+  like = {"params": adapters.shapes}
   own = nested(folder.factors(flat(like)), like)["params"]
   own = jax.device_put(own, shardings_of(adapters.shapes))
   merge = jax.jit(adapters.merged, out_shardings=shardings_of(built.shapes), donate_argnums=0)
-  return flat({"params": merge(nested(leaves, {"params": built.shapes})["params"], own)}) | router
+  params = merge(nested(leaves, {"params": built.shapes})["params"], own)
+  router = {name: x for name, x in leaves.items() if name.startswith("router.")}
+  return flat({"params": params}) | router
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from scmoe.run.opened import open_run
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.options import CheckpointConfig
-from scmoe.training.restore import FOLDER
+from scmoe.training.restore import FOLDER, restore_part
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "released"
 RANK, ALPHA = 2, 3.0
@@ -32,13 +32,15 @@ def adapted_run(case: str, workdir: Path, targets: str = "attention,experts") ->
   return adapt(workdir, targets)
 
 
-def adapt(workdir: Path, targets: str = "attention,experts") -> Path:
-  """Writes step 4 of a run with random A and B of the model in WORKDIR/base.
+def adapt(
+  workdir: Path, targets: str = "attention,experts", *, step: int = 4, bias: float = 0.0
+) -> Path:
+  """Writes a step of a run with random A and B of the model in WORKDIR/base.
 
-  The average holds twice of each.
+  The average holds twice of each. Balancing biases are those of the base plus `bias`.
   """
   lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=targets, base=digest_of_base(workdir))
-  run = open_run(str(workdir / BASE)).run
+  run = open_run(str(workdir / BASE), None).run
   optimizer = dataclasses.replace(run.optimizer, ema=0.5)
   run = dataclasses.replace(run, lora=lora, optimizer=optimizer)
   built = build(run, jax.devices()[:1])
@@ -46,9 +48,11 @@ def adapt(workdir: Path, targets: str = "attention,experts") -> Path:
   draw = lambda x: jax.device_put(random.normal(0, 0.2, x.shape).astype(np.float32), x.sharding)
   params = jax.tree.map(draw, Adapters(lora, built.shapes).shapes)
   average = jax.tree.map(lambda x: 2 * x, params)
-  router = {name: np.zeros(x.shape, x.dtype) for name, x in built.router_shapes.items()}
-  state = {"params": params, "average": average} | ({"router": router} if router else {})
+  state = {"params": params, "average": average}
+  if built.router_shapes:
+    state |= restore_part(workdir / BASE, {"router": built.router_shapes})
+    state["router"] |= {"bias": state["router"]["bias"] + bias}
   keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
-  keeper.save_now(4, state, {}, {"config": to_dict(run), "processes": 1, WEIGHTS_ONLY: True})
+  keeper.save_now(step, state, {}, {"config": to_dict(run), "processes": 1, WEIGHTS_ONLY: True})
   keeper.close()
   return workdir

@@ -42,6 +42,7 @@ from scmoe.pretrained.names import Tensor, tensors
 from scmoe.pretrained.own_files import CARD, card, text_files
 from scmoe.pretrained.stream import flat, leaves_of, unload
 from scmoe.run import build, placement
+from scmoe.run.adapters import BASE
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
 from scmoe.run.multitask import of_task
@@ -49,7 +50,7 @@ from scmoe.run.opened import Stored, check_average, open_run, weights_of
 from scmoe.run.text import load_tokenizer
 from scmoe.training.card import read_card
 from scmoe.training.meters import memory_in_use
-from scmoe.training.restore import restore_on_host, with_newest
+from scmoe.training.restore import restore_on_host, restore_part, with_newest
 
 
 def export_model(
@@ -190,7 +191,7 @@ def export_adapters(
     raise ConfigError(f"--dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
   source = source_of(workdir)
 
-  def opened_step() -> tuple[Stored, list[Place], dict[str, Any]]:
+  def opened_step() -> tuple[Stored, list[Place], dict[str, Any], bool]:
     stored, _ = _of_task(open_run(str(workdir), step), task)
     lora = stored.run.lora
     if not lora.rank:
@@ -206,9 +207,10 @@ def export_adapters(
     found = restore_on_host(workdir, adapters.shapes, stored.step, part=part)
     own = {f"params.{name}": value for name, value in flat(found).items()}
     every = places(config["model_type"], stored.run.model, listed)
-    return stored, [place for place in every if f"{place.parts[0][0]}.{A}" in own], own
+    held = [place for place in every if f"{place.parts[0][0]}.{A}" in own]
+    return stored, held, own, _biases_moved(workdir, stored, built)
 
-  stored, held, own = with_newest(opened_step, step)
+  stored, held, own, moved = with_newest(opened_step, step)
   kind, lora = DTYPES[dtype or "float32"], stored.run.lora
   planned = [
     Planned(name, shape, kind)
@@ -226,7 +228,19 @@ def export_adapters(
   return (
     f"{len(held)} adapters of {workdir}, step {stored.step}, on {', '.join(lora.wanted)}: "
     f"{size_of(sum(p.size for p in planned))}, in {folder}"
+    + "; its balancing biases have moved since the base, and stay behind: --to writes them"
+    * moved
   )
+
+
+def _biases_moved(workdir: Path, stored: Stored, built: build.Built) -> bool:
+  """Whether the balancing biases of a run with adapters are others than those of its base."""
+  if "bias" not in built.router_shapes:
+    return False
+  wanted = {"router": {"bias": built.router_shapes["bias"]}}
+  held = restore_part(workdir, wanted, stored.step), restore_part(workdir / BASE, wanted)
+  own, base = (np.asarray(state["router"]["bias"]) for state in held)
+  return not np.array_equal(own, base)
 
 
 def export_inference(

@@ -42,7 +42,8 @@ def adapt(
   lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=targets, base=digest_of_base(workdir))
   run = open_run(str(workdir / BASE), None).run
   optimizer = dataclasses.replace(run.optimizer, ema=0.5)
-  run = dataclasses.replace(run, lora=lora, optimizer=optimizer)
+  begun = dataclasses.replace(run.train, init_from="the model that was copied to base")
+  run = dataclasses.replace(run, lora=lora, optimizer=optimizer, train=begun)
   built = build(run, jax.devices()[:1])
   random = np.random.default_rng(3)
   draw = lambda x: jax.device_put(random.normal(0, 0.2, x.shape).astype(np.float32), x.sharding)

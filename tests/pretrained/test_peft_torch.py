@@ -24,13 +24,13 @@ transformers = pytest.importorskip(
 if int(transformers.__version__.split(".")[0]) < 5:
   pytest.skip("transformers 4 holds experts as modules", allow_module_level=True)
 TOLERANCE = 1e-4  # absolute, of float32 logits
+# Not LongCat-Flash: transformers 5.24 refuses its own models that have zero experts.
 CASES = {
   "deepseek_v3_a": "attention,mlp,experts",
   "glm4_moe_a": "attention,mlp,experts",
   "gpt_oss_a": "attention,experts",
   "granitemoe_a": "attention,experts",
   "llama4_text_a": "attention,mlp",
-  "longcat_flash_a": "attention,mlp",
   "mixtral_a": "attention,experts",
   "olmoe_a": "attention,experts,head",
   "qwen3_moe_a": "attention,mlp",

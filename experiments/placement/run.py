@@ -234,7 +234,7 @@ def prune(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def identity(given: argparse.Namespace) -> dict[str, Any]:
-  """What figures of pruned models depend on: the day, both models, the texts and their number."""
+  """The day, both models, the texts and their number: figures of pruned models depend on these."""
   import jax
 
   from scmoe.training.restore import read_meta

@@ -62,7 +62,7 @@ def parameters(workdir):
 
 
 def change_of(tensors, config, module, experts, transposed):
-  """What a pair of tensors adds to the weight of transformers' module, in its layout.
+  """The sum that a pair of tensors adds to the weight of transformers' module, in its layout.
 
   By PEFT's description of its layers: a matrix [out, in], or the matrices [E, out, in] or, of
   classes that say `is_transposed`, [E, in, out].

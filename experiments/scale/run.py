@@ -11,6 +11,8 @@ next ones. Arms:
   parameters  ranks share parameters too, and gather each pair twice
   kept        the same, but the backward pass reads the parameters that the forward pass gathered
   ahead       as parameters, but each pair is gathered beside the pair before it, in both passes
+  partitioned          as parameters, but ranks partition embedding and head (mesh.embedding)
+  partitioned_moments  as moments, with the same
 
 Memory is that of the compiled step on one device, and that of its parameters and moments. --smoke
 runs a tiny model on two simulated devices, whose times mean nothing.
@@ -52,6 +54,8 @@ ARMS = {
   "parameters": {"mesh.shard_state": "parameters"},
   "kept": {"mesh.shard_state": "parameters", "mesh.gather_again": "false"},
   "ahead": {"mesh.shard_state": "parameters", "mesh.gather_ahead": "true"},
+  "partitioned": {"mesh.shard_state": "parameters", "mesh.embedding": "partitioned"},
+  "partitioned_moments": {"mesh.shard_state": "moments", "mesh.embedding": "partitioned"},
 }
 
 
@@ -185,11 +189,11 @@ def table(arms: dict[str, dict[str, Any]], device: str) -> str:
   """Times and memory of each arm, beside the first's."""
   base = next(iter(arms.values()))
   lines = [] if "cpu" not in device.lower() else [NO_GPU]
-  lines.append(f"{'':12}{'ms':>10}{'':8}{'MFU':>8}{'step GiB':>10}{'state GiB':>11}{'':8}  loss")
+  lines.append(f"{'':20}{'ms':>10}{'':8}{'MFU':>8}{'step GiB':>10}{'state GiB':>11}{'':8}  loss")
   for name, own in arms.items():
     mfu = "" if own["mfu"] is None else f"{100 * own['mfu']:.1f} %"
     lines.append(
-      f"{name:12}{own['ms']:10.2f}{own['ms'] / base['ms']:7.3f}x{mfu:>8}"
+      f"{name:20}{own['ms']:10.2f}{own['ms'] / base['ms']:7.3f}x{mfu:>8}"
       f"{own['program_gibibytes']:10.2f}{own['state_bytes'] / 2**30:11.3f}"
       f"{own['state_bytes'] / base['state_bytes']:7.2f}x  {own['loss']}"
     )

@@ -14,7 +14,10 @@ never kept.
 A teacher's scores (`taught_losses`) are computed and used in the same chunks.
 
 If several devices share the vocabulary (Megatron-LM's vocabulary-parallel cross-entropy), three
-small collectives a chunk replace a gather of the scores, or seven with a teacher.
+small collectives a chunk replace a gather of the scores, or seven with a teacher. Devices of the
+tensor axis have the same tokens. Data ranks do not: where they partition the vocabulary
+(`mesh.embedding`), each reads the hidden states of all ranks' tokens of a chunk, scores its part of
+the vocabulary for them, and sums each gradient of a hidden state at the rank that has the token.
 """
 
 from __future__ import annotations
@@ -29,11 +32,14 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from scmoe.parallel.collectives import largest, total
-from scmoe.parallel.mesh import axis_index, axis_size
+from scmoe.parallel.collectives import gathered, largest, summed_parts, total
+from scmoe.parallel.mesh import TOKEN_AXES, axis_index, axis_size, own_share
 
 CHUNK_SCORES = 2**28  # at most about so many scores in a chunk: 1 GiB in float32
 CHUNK_TOKENS = 128  # a chunk has a multiple of so many tokens, unless it has all of them
+
+Axes = tuple[str, ...]
+OVER: Axes = ("tensor",)  # mesh axes that divide the vocabulary, unless a caller says otherwise
 
 
 def scores(h_TD: Float[Array, "T D"], weight: Array, by_token: bool) -> Float[Array, "T v"]:
@@ -48,9 +54,13 @@ def scores(h_TD: Float[Array, "T D"], weight: Array, by_token: bool) -> Float[Ar
   return jnp.einsum(equation, h_TD, weight, preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def token_losses(
-  h_TD: Float[Array, "T D"], weight: Array, targets_T: Int[Array, " T"], by_token: bool
+  h_TD: Float[Array, "T D"],
+  weight: Array,
+  targets_T: Int[Array, " T"],
+  by_token: bool,
+  axes: Axes = OVER,
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
   """Cross-entropy in nats, and 1 where the best guess is right: float32 [T] each.
 
@@ -59,23 +69,26 @@ def token_losses(
   Args:
     h_TD, weight, by_token: as in `scores`.
     targets_T: int32 tokens of the whole vocabulary.
+    axes: mesh axes that divide the vocabulary, the first varying slowest: ("tensor",), or
+      ("tensor", "data"). `h_TD` and `targets_T` are this data rank's tokens in both cases.
   """
-  return _token_fwd(h_TD, weight, targets_T, by_token)[0]
+  return _token_fwd(h_TD, weight, targets_T, by_token, axes)[0]
 
 
-def _token_fwd(h_TD, weight, targets_T, by_token):
+def _token_fwd(h_TD, weight, targets_T, by_token, axes):
   def chunk(carry: None, xs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
-    h_CD, targets_C = xs
-    nats_C, correct_C, _ = _losses(scores(h_CD, weight, by_token), targets_C)
-    return carry, (nats_C, correct_C)
+    h_CD, targets_C = _of_all_ranks(xs, axes)
+    nats_C, correct_C, _ = _losses(scores(h_CD, weight, by_token), targets_C, axes)
+    return carry, _of_own_rank((nats_C, correct_C), axes)
 
-  _, found = _over_chunks(chunk, None, (h_TD, targets_T), _own_tokens(weight, by_token))
+  per_token = _own_tokens(weight, by_token) * axis_size(*_apart(axes))
+  _, found = _over_chunks(chunk, None, (h_TD, targets_T), per_token)
   return found, (h_TD, weight, targets_T)
 
 
-def _token_bwd(by_token, kept, bars):
+def _token_bwd(by_token, axes, kept, bars):
   h_TD, weight, targets_T = kept
-  *_, h_bar_TD, weight_bar = _with_gradients(h_TD, weight, targets_T, bars[0], by_token)
+  *_, h_bar_TD, weight_bar = _with_gradients(h_TD, weight, targets_T, bars[0], by_token, axes)
   return h_bar_TD, weight_bar.astype(weight.dtype), None
 
 
@@ -88,47 +101,52 @@ def summed_losses(
   targets_T: Int[Array, " T"],
   weights_T: Float[Array, " T"],
   by_token: bool,
+  axes: Axes = OVER,
 ) -> tuple[Array, Array]:
   """Σ weights · cross-entropy and Σ weights · [the best guess is right]: float32 [] each.
 
-  The first has gradients for `weight` and for `h_TD`; that of `h_TD` comes from this device's part
-  of the vocabulary alone, so pass `h_TD` through `scmoe.parallel.collectives.repeat` before. The
+  The first has gradients for `weight` and for `h_TD`; that of `h_TD` comes from this tensor rank's
+  part of the vocabulary alone, so pass `h_TD` through `scmoe.parallel.collectives.repeat` before.
+  The gradient of the first is the same number on all data ranks that divide the vocabulary. The
   second has none. Gradients of the scores are rounded to the type of `h_TD`; their products are
   added up in float32.
 
   Args:
-    h_TD, weight, targets_T, by_token: as in `token_losses`.
+    h_TD, weight, targets_T, by_token, axes: as in `token_losses`.
     weights_T: float32, one for each token; 0: it does not count.
   """
-  found: Any = summed_and_each(h_TD, weight, targets_T, weights_T, by_token)
+  found: Any = summed_and_each(h_TD, weight, targets_T, weights_T, by_token, axes)
   return found[:2]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def summed_and_each(
   h_TD: Float[Array, "T D"],
   weight: Array,
   targets_T: Int[Array, " T"],
   weights_T: Float[Array, " T"],
   by_token: bool,
+  axes: Axes = OVER,
 ) -> tuple[Array, Array, Float[Array, " T"]]:
   """The sums of `summed_losses`, and each token's cross-entropy: float32 [], [] and [T].
 
   The third has no gradient. Metrics by kinds of text add it up, without another pass over the
   scores. Arguments are those of `summed_losses`.
   """
-  found: Any = token_losses(h_TD, weight, targets_T, by_token)
+  found: Any = token_losses(h_TD, weight, targets_T, by_token, axes)
   nats_T, correct_T = found
   return (nats_T * weights_T).sum(), (correct_T * weights_T).sum(), nats_T
 
 
-def _summed_fwd(h_TD, weight, targets_T, weights_T, by_token):
-  sums, nats_T, h_bar_TD, weight_bar = _with_gradients(h_TD, weight, targets_T, weights_T, by_token)
+def _summed_fwd(h_TD, weight, targets_T, weights_T, by_token, axes):
+  sums, nats_T, h_bar_TD, weight_bar = _with_gradients(
+    h_TD, weight, targets_T, weights_T, by_token, axes
+  )
   like = jnp.zeros((0,), weight.dtype)  # the type of the gradient; no bytes
   return (*sums, nats_T), (h_bar_TD, weight_bar, like)
 
 
-def _summed_bwd(by_token, kept, bars):
+def _summed_bwd(by_token, axes, kept, bars):
   h_bar_TD, weight_bar, like = kept
   scale = bars[0]
   times = lambda x, dtype: (x.astype(jnp.float32) * scale).astype(dtype)
@@ -146,12 +164,15 @@ class Teaching:
     share: weight of the divergence in the loss, from 0 to 1; the rest is cross-entropy.
     temperature: divides both models' scores before they are compared.
     by_token, teacher_by_token: layout of the student's and the teacher's weight; see `scores`.
+    axes: mesh axes that divide the student's vocabulary; see `token_losses`. The tensor axis alone
+      divides the teacher's.
   """
 
   share: float
   temperature: float
   by_token: bool
   teacher_by_token: bool
+  axes: Axes = OVER
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -184,17 +205,18 @@ def taught_losses(
 
 def _taught_fwd(student, teacher, targets_T, weights_T, how):
   (h_TD, weight), (taught_Td, given) = student, teacher
-  own = _own_tokens(weight, how.by_token)
-  first, heat = _first_token(own), how.temperature
+  own, axes = _own_tokens(weight, how.by_token), how.axes
+  given = own_share(given, 0 if how.teacher_by_token else 1, *_apart(axes))
+  first, heat = _first_token(own, axes), how.temperature
   back, outer = _PRODUCTS[how.by_token]
 
   def chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, Array]:
     sums, weight_bar = carry
-    h_CD, taught_Cd, targets_C, weights_C = xs
+    h_CD, taught_Cd, targets_C, weights_C = _of_all_ranks(xs, axes)
     logits_Cv = scores(h_CD, weight, how.by_token)
-    nats_C, correct_C, log_sum_C = _losses(logits_Cv, targets_C)
+    nats_C, correct_C, log_sum_C = _losses(logits_Cv, targets_C, axes)
     wanted_Cv = scores(taught_Cd, given, how.teacher_by_token)
-    apart_C, gap_Cv = _divergence(logits_Cv / heat, wanted_Cv / heat)
+    apart_C, gap_Cv = _divergence(logits_Cv / heat, wanted_Cv / heat, axes)
     here_Cv = jnp.arange(own) == (targets_C - first)[:, None]
     bar_Cv = (1 - how.share) * (jnp.exp(logits_Cv - log_sum_C[:, None]) - here_Cv)
     bar_Cv = ((bar_Cv + how.share * heat * gap_Cv) * weights_C[:, None]).astype(h_CD.dtype)
@@ -202,19 +224,21 @@ def _taught_fwd(student, teacher, targets_T, weights_T, how):
     pair = (bar_Cv, h_CD) if how.by_token else (h_CD, bar_Cv)
     weight_bar += jnp.einsum(outer, *pair, preferred_element_type=jnp.float32)
     loss_C = (1 - how.share) * nats_C + how.share * heat**2 * apart_C
-    new = jnp.stack([(each_C * weights_C).sum() for each_C in (loss_C, nats_C, correct_C, apart_C)])
-    return (sums + new, weight_bar), h_bar_CD
+    summed = [each_C * weights_C for each_C in (loss_C, nats_C, correct_C, apart_C)]
+    new = jnp.stack([each_C.sum() for each_C in _of_own_rank(summed, axes)])
+    return (sums + new, weight_bar), _at_own_rank(h_bar_CD, axes)
 
   start = jnp.zeros(4, jnp.float32), jnp.zeros(weight.shape, jnp.float32)
   arrays = (h_TD, taught_Td, targets_T, weights_T)
-  (sums, weight_bar), h_bar_TD = _over_chunks(chunk, start, arrays, 2 * own)
+  per_token = 2 * own * axis_size(*_apart(axes))
+  (sums, weight_bar), h_bar_TD = _over_chunks(chunk, start, arrays, per_token)
   like = jnp.zeros((0,), weight.dtype)
   return tuple(sums), (h_bar_TD, weight_bar, like)
 
 
 def _taught_bwd(how, kept, bars):
   del how
-  h_bar_TD, weight_bar, _, _ = _summed_bwd(None, kept, bars)
+  h_bar_TD, weight_bar, _, _ = _summed_bwd(None, None, kept, bars)
   return (h_bar_TD, weight_bar), None, None, None
 
 
@@ -222,17 +246,16 @@ taught_losses.defvjp(_taught_fwd, _taught_bwd)
 
 
 def _divergence(
-  logits_Cv: Float[Array, "C v"], wanted_Cv: Float[Array, "C v"]
+  logits_Cv: Float[Array, "C v"], wanted_Cv: Float[Array, "C v"], axes: Axes
 ) -> tuple[Array, Array]:
   """KL(t | q) of each token, and q - t; q is the softmax of `logits_Cv`, t that of `wanted_Cv`."""
-  axes = ("tensor",)
   tops = [x.max(-1) for x in (logits_Cv, wanted_Cv)]
-  tops = [largest(top_C, axes, "tensor") for top_C in tops]
+  tops = [largest(top_C, axes, _name(axes)) for top_C in tops]
   shifted = [x - top_C[:, None] for x, top_C in zip((logits_Cv, wanted_Cv), tops)]
-  powers = total([jnp.exp(x).sum(-1) for x in shifted], axes, "tensor")
+  powers = total([jnp.exp(x).sum(-1) for x in shifted], axes, _name(axes))
   q_log, t_log = (x - jnp.log(power_C)[:, None] for x, power_C in zip(shifted, powers))
   t_Cv = jnp.exp(t_log)
-  return total((t_Cv * (t_log - q_log)).sum(-1), axes, "tensor"), jnp.exp(q_log) - t_Cv
+  return total((t_Cv * (t_log - q_log)).sum(-1), axes, _name(axes)), jnp.exp(q_log) - t_Cv
 
 
 # `by_token` -> equations of the gradients of h and of the weight.
@@ -240,55 +263,56 @@ _PRODUCTS = {True: ("tv,vd->td", "tv,td->vd"), False: ("tv,dv->td", "td,tv->dv")
 
 
 def _with_gradients(
-  h_TD: Array, weight: Array, targets_T: Array, weights_T: Array, by_token: bool
+  h_TD: Array, weight: Array, targets_T: Array, weights_T: Array, by_token: bool, axes: Axes
 ) -> tuple[tuple[Array, Array], Array, Array, Array]:
   """(sums of `summed_losses`, each token's loss, gradient of h, float32 gradient of the weight)."""
   own = _own_tokens(weight, by_token)
-  first = _first_token(own)
+  first = _first_token(own, axes)
   back, outer = _PRODUCTS[by_token]
 
   def chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, tuple[Array, Array]]:
     nats, correct, weight_bar = carry
-    h_CD, targets_C, weights_C = xs
+    h_CD, targets_C, weights_C = _of_all_ranks(xs, axes)
     logits_Cv = scores(h_CD, weight, by_token)
-    nats_C, correct_C, log_sum_C = _losses(logits_Cv, targets_C)
+    nats_C, correct_C, log_sum_C = _losses(logits_Cv, targets_C, axes)
     here_Cv = jnp.arange(own) == (targets_C - first)[:, None]
     bar_Cv = jnp.exp(logits_Cv - log_sum_C[:, None]) - here_Cv
     bar_Cv = (bar_Cv * weights_C[:, None]).astype(h_CD.dtype)
     h_bar_CD = jnp.einsum(back, bar_Cv, weight)
     pair = (bar_Cv, h_CD) if by_token else (h_CD, bar_Cv)
     weight_bar += jnp.einsum(outer, *pair, preferred_element_type=jnp.float32)
+    nats_C, correct_C, weights_C = _of_own_rank((nats_C, correct_C, weights_C), axes)
     sums = nats + (nats_C * weights_C).sum(), correct + (correct_C * weights_C).sum()
-    return (*sums, weight_bar), (nats_C, h_bar_CD)
+    return (*sums, weight_bar), (nats_C, _at_own_rank(h_bar_CD, axes))
 
   zero = jnp.zeros((), jnp.float32)
   start = zero, zero, jnp.zeros(weight.shape, jnp.float32)
   (nats, correct, weight_bar), (nats_T, h_bar_TD) = _over_chunks(
-    chunk, start, (h_TD, targets_T, weights_T), own
+    chunk, start, (h_TD, targets_T, weights_T), own * axis_size(*_apart(axes))
   )
   return (nats, correct), nats_T, h_bar_TD, weight_bar
 
 
 def _losses(
-  logits_Cv: Float[Array, "C v"], targets_C: Int[Array, " C"]
+  logits_Cv: Float[Array, "C v"], targets_C: Int[Array, " C"], axes: Axes
 ) -> tuple[Array, Array, Array]:
   """(loss, [the best guess is right], log Σ exp(score)) of each token, float32 [C] each."""
-  axes, own = ("tensor",), logits_Cv.shape[-1]
-  first = _first_token(own)
+  own, name = logits_Cv.shape[-1], _name(axes)
+  first = _first_token(own, axes)
   at = lambda index_C: jnp.take_along_axis(logits_Cv, index_C[:, None], -1)[:, 0]
   best_C, power_C, guess_C = _largest_and_power(logits_Cv)
   guess_C = guess_C.astype(targets_C.dtype)
-  top_C = largest(best_C, axes, "tensor")
+  top_C = largest(best_C, axes, name)
   power_C = power_C * jnp.exp(best_C - top_C)
-  if axis_size("tensor") == 1:
+  if axis_size(*axes) == 1:
     log_sum_C = jnp.log(power_C) + top_C
     return log_sum_C - at(targets_C), (guess_C == targets_C).astype(jnp.float32), log_sum_C
   index_C = targets_C - first
   here_C = (index_C >= 0) & (index_C < own)
   chosen_C = jnp.where(here_C, at(jnp.clip(index_C, 0, own - 1)), 0)
-  power_C, chosen_C = total((power_C, chosen_C), axes, "tensor")
-  nowhere = own * axis_size("tensor")
-  guess_C = -largest(-jnp.where(best_C == top_C, first + guess_C, nowhere), axes, "tensor")
+  power_C, chosen_C = total((power_C, chosen_C), axes, name)
+  nowhere = own * axis_size(*axes)
+  guess_C = -largest(-jnp.where(best_C == top_C, first + guess_C, nowhere), axes, name)
   log_sum_C = jnp.log(power_C) + top_C
   return log_sum_C - chosen_C, (guess_C == targets_C).astype(jnp.float32), log_sum_C
 
@@ -331,13 +355,41 @@ def _own_tokens(weight: Array, by_token: bool) -> int:
   return weight.shape[0 if by_token else 1]
 
 
-def _first_token(own: int) -> Any:
+def _first_token(own: int, axes: Axes) -> Any:
   """The first token of this device's part of the vocabulary."""
-  return axis_index("tensor") * own if axis_size("tensor") > 1 else 0
+  return axis_index(*axes) * own if axis_size(*axes) > 1 else 0
+
+
+# -- data ranks that divide the vocabulary ---------------------------------------------------------
+
+
+def _apart(axes: Axes) -> Axes:
+  """Those of the axes on which devices have different tokens."""
+  return tuple(axis for axis in axes if axis in TOKEN_AXES)
+
+
+def _name(axes: Axes) -> str:
+  """Name of the collectives over these axes."""
+  return "vocabulary" if _apart(axes) else "tensor"
+
+
+def _of_all_ranks(arrays: Any, axes: Axes) -> Any:
+  """A chunk's arrays [C, ...] for the tokens of all data ranks: [ranks · C, ...]."""
+  return jax.tree.map(lambda x: gathered(x, 0, _apart(axes), "vocabulary"), arrays)
+
+
+def _of_own_rank(arrays: Any, axes: Axes) -> Any:
+  """The part of this rank's tokens: [ranks · C, ...] -> [C, ...]."""
+  return jax.tree.map(lambda x: own_share(x, 0, *_apart(axes)), arrays)
+
+
+def _at_own_rank(h_bar_CD: Array, axes: Axes) -> Array:
+  """The gradients of this rank's tokens, summed over the ranks: [ranks · C, D] -> [C, D]."""
+  return summed_parts(h_bar_CD, 0, _apart(axes), "vocabulary")
 
 
 def _over_chunks(
-  chunk: Callable[[Any, Any], tuple[Any, Any]], start: Any, arrays: Any, own: int
+  chunk: Callable[[Any, Any], tuple[Any, Any]], start: Any, arrays: Any, per_token: int
 ) -> tuple[Any, Any]:
   """`lax.scan` of a function over chunks of tokens; one call if all tokens fit in one chunk.
 
@@ -347,10 +399,10 @@ def _over_chunks(
     chunk: (carry, arrays of one chunk) -> (carry, results with an entry for each token).
     start: the first carry.
     arrays: a tree of arrays whose first dimension is the tokens.
-    own: number of scores that `chunk` makes for each token.
+    per_token: number of scores that `chunk` makes for each of a device's tokens.
   """
   tokens = len(jax.tree.leaves(arrays)[0])
-  count = -(-tokens * own // CHUNK_SCORES)
+  count = -(-tokens * per_token // CHUNK_SCORES)
   if count == 1:
     return chunk(start, arrays)
   size = -(-tokens // (count * CHUNK_TOKENS)) * CHUNK_TOKENS

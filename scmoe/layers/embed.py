@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from scmoe.base.options import Options, option
+from scmoe.layers import partitioned
 from scmoe.layers.cross_entropy import (
+  OVER,
+  Axes,
   Teaching,
   scores,
   summed_and_each,
@@ -20,7 +24,7 @@ from scmoe.layers.cross_entropy import (
   token_losses,
 )
 from scmoe.parallel.collectives import gather_replicated, repeat, total
-from scmoe.parallel.mesh import axis_index
+from scmoe.parallel.mesh import axis_index, axis_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,7 @@ class EmbeddingConfig(Options):
     context: number of learned positions; 0: none.
     tied: whether logits are products with the token embeddings.
     init_std: standard deviation of the initial weights.
+    partitioned: whether data ranks partition the table and the head (`scmoe.layers.partitioned`).
   """
 
   vocab_size: int = option(minimum=1)
@@ -39,13 +44,15 @@ class EmbeddingConfig(Options):
   context: int = option(0, minimum=0)
   tied: bool = option(True)
   init_std: float = option(0.02, minimum=0)
+  partitioned: bool = option(False)
 
 
 class Embedding(nnx.Module):
   """Token embeddings, learned positions where there are any, and the output projection.
 
   Under tensor parallelism each device has a part of the vocabulary: it looks up its own tokens, and
-  computes the scores of its own tokens.
+  computes the scores of its own tokens. With `EmbeddingConfig.partitioned` data ranks divide the
+  parameters further; the positions stay whole.
   """
 
   def __init__(self, config: EmbeddingConfig, *, rngs: nnx.Rngs):
@@ -54,9 +61,39 @@ class Embedding(nnx.Module):
     def weight(shape, axes):
       return nnx.Param(c.init_std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
-    self.tokens = weight((c.vocab_size, c.width), ("vocab", "embed"))
+    vocab = "data_vocab" if c.partitioned else "vocab"
+    looked_up = ("vocab", "data_embed") if c.partitioned else ("vocab", "embed")
+    tokens = (vocab, "embed") if c.tied else looked_up
+    self.tokens = weight((c.vocab_size, c.width), tokens)
     self.positions = weight((c.context, c.width), (None, "embed")) if c.context else None
-    self.head = None if c.tied else weight((c.width, c.vocab_size), ("embed", "vocab"))
+    self.head = None if c.tied else weight((c.width, c.vocab_size), ("embed", vocab))
+
+  def ready_for(self, tokens: int, dtype: jnp.dtype) -> Embedding:
+    """This embedding for one microbatch, with whole tables where rows would be more bytes.
+
+    Without it rows travel. It gathers a table that is both looked up and the head once.
+
+    Args:
+      tokens: number of this rank's tokens in the microbatch.
+      dtype: compute dtype, in which tables travel.
+    """
+    c = self.config
+    if not (c.partitioned and self._is_part(self.tokens)):
+      return self
+    travels = partitioned.rows_travel(
+      tokens=tokens,
+      vocab=c.vocab_size // axis_size("tensor"),
+      ranks=axis_size(partitioned.AXIS),
+      itemsize=jnp.dtype(dtype).itemsize,
+      tied=c.tied,
+    )
+    graph, state = nnx.split(self)
+    params = nnx.to_pure_dict(state)
+    if not travels.lookup:
+      params["tokens"] = partitioned.whole(params["tokens"].astype(dtype), 0 if c.tied else 1)
+    if not c.tied and not travels.head:
+      params["head"] = partitioned.whole(params["head"].astype(dtype), 1)
+    return nnx.merge(graph, params)
 
   def __call__(
     self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], dtype: jnp.dtype
@@ -66,21 +103,23 @@ class Embedding(nnx.Module):
     The result has the type `dtype`.
     """
     table_VD = self.tokens[...].astype(dtype)
-    own = table_VD.shape[0]
-    if own == self.config.vocab_size:
-      h_BSD = table_VD[tokens_BS]
+    if self._is_part(self.tokens):
+      table_Vd = partitioned.columns_of(table_VD) if self.config.tied else table_VD
+      everyones_NBS = partitioned.tokens_of_all_ranks(tokens_BS)
+      h_NBSd = self._rows(table_Vd, everyones_NBS, partitioned.looked_up)
+      h_BSD = partitioned.to_own_tokens(h_NBSd)
     else:
-      index_BS = tokens_BS - axis_index("tensor") * own
-      here_BS1 = ((index_BS >= 0) & (index_BS < own))[..., None]
-      h_BSD = jnp.where(here_BS1, table_VD[jnp.clip(index_BS, 0, own - 1)], 0)
-      h_BSD = total(h_BSD, ("tensor",), "tensor")
+      h_BSD = self._rows(table_VD, tokens_BS, lambda table, index: table[index])
+    h_BSD = total(h_BSD, ("tensor",), "tensor")
     if self.positions is not None:
       h_BSD += self.positions[...].astype(dtype)[positions_BS]
     return h_BSD
 
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
     """Scores of the next token: float32 [B, S, V], from products that read operands in h's type."""
-    h_TD, weight, by_token = self._read(h_BSD)
+    h_TD, weight, by_token, axes = self._read(h_BSD)
+    if axes != OVER:
+      weight = partitioned.whole(weight, 0 if by_token else 1)
     own_BSv = scores(h_TD, weight, by_token).reshape(*h_BSD.shape[:2], -1)
     return gather_replicated(own_BSv, 2, "tensor", "tensor")
 
@@ -91,8 +130,8 @@ class Embedding(nnx.Module):
 
     By chunks of tokens (`scmoe.layers.cross_entropy`).
     """
-    h_TD, weight, by_token = self._read(h_BSD)
-    found: Any = token_losses(h_TD, weight, targets_BS.reshape(-1), by_token)
+    h_TD, weight, by_token, axes = self._read(h_BSD)
+    found: Any = token_losses(h_TD, weight, targets_BS.reshape(-1), by_token, axes)
     nats_BS, correct_BS = (a.reshape(targets_BS.shape) for a in found)
     return nats_BS, correct_BS
 
@@ -115,9 +154,9 @@ class Embedding(nnx.Module):
     weights_BS: Float[Array, "B S"],
   ) -> tuple[Array, Array, Float[Array, "B S"]]:
     """The sums of `summed_losses`, and each token's cross-entropy without a gradient."""
-    h_TD, weight, by_token = self._read(h_BSD)
+    h_TD, weight, by_token, axes = self._read(h_BSD)
     targets_T, weights_T = targets_BS.reshape(-1), weights_BS.reshape(-1).astype(jnp.float32)
-    found: Any = summed_and_each(h_TD, weight, targets_T, weights_T, by_token)
+    found: Any = summed_and_each(h_TD, weight, targets_T, weights_T, by_token, axes)
     nats, correct, nats_T = found
     return nats, correct, nats_T.reshape(targets_BS.shape)
 
@@ -140,16 +179,35 @@ class Embedding(nnx.Module):
       targets_BS, weights_BS: as for `summed_losses`.
       share, temperature: see `Teaching`.
     """
-    *student, by_token = self._read(h_BSD)
-    *given, teacher_by_token = teacher._read(taught_BSd)
-    how = Teaching(share, temperature, by_token, teacher_by_token)
+    *student, by_token, axes = self._read(h_BSD)
+    *given, teacher_by_token, teacher_axes = teacher._read(taught_BSd)
+    assert teacher_axes == OVER, "a teacher's head is whole on each data rank"
+    how = Teaching(share, temperature, by_token, teacher_by_token, axes)
     targets_T, weights_T = targets_BS.reshape(-1), weights_BS.reshape(-1).astype(jnp.float32)
     found: Any = taught_losses(tuple(student), tuple(given), targets_T, weights_T, how)
     return found
 
-  def _read(self, h_BSD: Array) -> tuple[Array, Array, bool]:
-    """h as [T, D], the output weight in h's type, and its layout (`by_token` of `scores`)."""
+  def _rows(
+    self, table_VD: Array, index: Array, looked_up: Callable[[Array, Array], Array]
+  ) -> Array:
+    """Rows of this device's part of the vocabulary, 0 for tokens of another tensor rank's."""
+    own = table_VD.shape[0]
+    if own == self.config.vocab_size:
+      return looked_up(table_VD, index)
+    index = index - axis_index("tensor") * own
+    here = ((index >= 0) & (index < own))[..., None]
+    return jnp.where(here, looked_up(table_VD, jnp.clip(index, 0, own - 1)), 0)
+
+  def _read(self, h_BSD: Array) -> tuple[Array, Array, bool, Axes]:
+    """h as [T, D], the output weight in h's type, its layout (`by_token` of `scores`), and the mesh
+    axes that divide its vocabulary."""
     h_BSD = repeat(h_BSD, ("tensor",), "tensor")
-    by_token = self.head is None
-    weight = (self.tokens if self.head is None else self.head)[...].astype(h_BSD.dtype)
-    return h_BSD.reshape(-1, h_BSD.shape[-1]), weight, by_token
+    param = self.tokens if self.head is None else self.head
+    axes = ("tensor", partitioned.AXIS) if self._is_part(param) else OVER
+    weight = param[...].astype(h_BSD.dtype)
+    return h_BSD.reshape(-1, h_BSD.shape[-1]), weight, self.head is None, axes
+
+  def _is_part(self, param: Any) -> bool:
+    """Whether this is a data rank's part of the table, or of the head."""
+    c = self.config
+    return c.partitioned and partitioned.is_part(param[...].size, c.vocab_size, c.width)

@@ -298,8 +298,12 @@ class ModelConfig(BlockConfig):
         )
     self.vision.check()
 
-  def check_mesh(self, *, expert: int, tensor: int) -> None:
+  def check_mesh(self, *, expert: int, tensor: int, embedding: int = 1) -> None:
     """Checks that experts, heads, hidden widths and the vocabulary divide over the mesh.
+
+    Args:
+      expert, tensor: devices on these axes.
+      embedding: data ranks that partition embedding and head (`mesh.embedding`); 1: none does.
 
     Raises:
       ConfigError: names the field, what was got and what would do.
@@ -320,3 +324,27 @@ class ModelConfig(BlockConfig):
           f"model.{name}={value} is not divisible by mesh.tensor={tensor}; use a multiple of "
           f"{tensor}, or a mesh.tensor that divides {value}"
         )
+    if embedding > 1:
+      self._check_partition(embedding, tensor)
+
+  def _check_partition(self, ranks: int, tensor: int) -> None:
+    """Checks that data ranks, and tensor ranks with them, can partition embedding and head."""
+    why = "mesh.embedding='partitioned'"
+    if self.reads_images:
+      raise ConfigError(
+        f"{why} cuts a vocabulary, got model.architecture={self.architecture!r}, which reads "
+        "images; set mesh.embedding=whole"
+      )
+    parts = ranks * tensor
+    if self.vocab_size % parts:
+      near = -(-self.vocab_size // parts) * parts
+      axes = f"mesh.data={ranks}" + f" x mesh.tensor={tensor}" * (tensor > 1)
+      raise ConfigError(
+        f"{why} cuts the vocabulary into {axes} equal parts, got model.vocab_size="
+        f"{self.vocab_size}; use {near}, or mesh.embedding=whole"
+      )
+    if self.width % ranks:
+      raise ConfigError(
+        f"{why} cuts rows of the table into mesh.data={ranks} equal slices, got model.width="
+        f"{self.width}; use a multiple of {ranks}, or mesh.embedding=whole"
+      )

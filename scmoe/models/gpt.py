@@ -38,6 +38,7 @@ class GPT(Trunk):
   Args:
     config: architecture.
     router, dispatch, overlap: options of routing, transport and schedule.
+    partitioned: whether data ranks partition the embedding and the head (`mesh.embedding`).
     rngs: stream `params` for the initial weights.
 
   Raises:
@@ -51,6 +52,7 @@ class GPT(Trunk):
     router: RouterConfig = RouterConfig(),
     dispatch: DispatchConfig = DispatchConfig(),
     overlap: OverlapConfig = OverlapConfig(),
+    partitioned: bool = False,
     rngs: nnx.Rngs,
   ):
     config = config.resolve()
@@ -61,6 +63,7 @@ class GPT(Trunk):
         context=config.context if config.style == "gpt2" else 0,
         tied=config.tie_embeddings,
         init_std=config.init_std,
+        partitioned=partitioned,
       ),
       rngs=rngs,
     )
@@ -112,6 +115,14 @@ class GPT(Trunk):
           f"model.vocab_size={config.vocab_size}, got token id {worst}; use ids from 0 to "
           f"{config.vocab_size - 1}"
         )
+
+  def ready_for(self, tokens: int) -> GPT:
+    """This model for a microbatch of so many tokens on each data rank; `Embedding.ready_for`.
+
+    Its embedding may be replaced, so call it in the trace that made the model, before it is run.
+    """
+    self.embedding = self.embedding.ready_for(tokens, jnp.dtype(self.config.dtype))
+    return self
 
   def embedded(self, tokens_BS: Int[Array, "B S"], positions_BS: Array) -> Float[Array, "B S D"]:
     """The residual stream in front of the first pair, in `model.dtype`."""

@@ -104,6 +104,16 @@ class RoutedObjective(abc.ABC):
       totals: see `Pass.gradient_totals`.
     """
 
+  def merged(self, params: Any, batch: Any) -> Any:
+    """The model with these parameters, ready to read this device's tokens of a microbatch.
+
+    Args:
+      params: whole but for those of pairs (`ready_beside_pairs`).
+      batch: the microbatch.
+    """
+    del batch
+    return nnx.merge(self.graph, params)
+
   @abc.abstractmethod
   def of_batch(self, model: Any, out: Output, batch: Any) -> dict[str, Array]:
     """This device's sums over a microbatch, by the names of `LossSums`: nats, correct, weight.
@@ -191,7 +201,7 @@ class RoutedObjective(abc.ABC):
     pairs = None
     batches = [own_tokens(batch) for batch in batches]
     params = ready_beside_pairs(params, totals)
-    models: list[Any] = [nnx.merge(self.graph, own) for own in params]
+    models: list[Any] = [self.merged(own, batch) for own, batch in zip(params, batches)]
     if totals is not None:
       pairs = models[0].totals_of_pairs(totals)
     outs = run_trunks(self.route(models, batches, router, rngs, pairs))
@@ -259,7 +269,8 @@ class RoutedObjective(abc.ABC):
     microbatches, options = batch.weights.shape[0], self.router
     if microbatches == 1 or options.balance_over != "step" or not options.balance_loss:
       return None
-    model: Any = nnx.merge(self.graph, ready_beside_pairs([params])[0])
+    one = jax.tree.map(lambda x: x[0], batch)
+    model: Any = self.merged(ready_beside_pairs([params])[0], own_tokens(one))
 
     def router_sums(item: tuple[Array, Batch]) -> RouterSums | None:
       number, own = item
@@ -361,6 +372,11 @@ class LanguageModelObjective(RoutedObjective):
   """
 
   hidden = False
+
+  def merged(self, params: Any, batch: Batch) -> GPT:
+    """See `RoutedObjective.merged`; data ranks may have gathered what they partition."""
+    model: GPT = nnx.merge(self.graph, params)
+    return model.ready_for(batch.inputs.size)
 
   def route(
     self,

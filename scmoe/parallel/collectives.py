@@ -1,10 +1,10 @@
 """Collectives of the manual region (`mesh.manual`), and the names that all collectives have.
 
 Every collective of a program runs under one of `NAMES`, by which traces and tests know it. This
-module holds those that several packages use. All of these are differentiable, except `gathered` and
-`largest`, and none sends anything over an axis of one device. The others are issued where they are
-needed, for example the gathers of shares (`scmoe.parallel.shares`) and the sums of gradients
-(`scmoe.parallel.gradients`).
+module holds those that several packages use. All of these are differentiable, except `gathered`,
+`summed_parts` and `largest`, and none sends anything over an axis of one device. The others are
+issued where they are needed, for example the gathers of shares (`scmoe.parallel.shares`) and the
+sums of gradients (`scmoe.parallel.gradients`).
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ NAMES = (
   "weights",  # gathers of experts' weights; over the devices that share an expert also gathers of
   # its rows, and sums of these devices' results
   "parameters",  # gathers of parameters of which data ranks hold shares
+  "vocabulary",  # rows of an embedding that data ranks partition, hidden states for its scores,
+  # and the gradients of both
   "sequence",  # attention's queries, keys, values, results and gradients, between the devices that
   # divide rows, and the documents of the rows' tokens
   "tensor",  # sums, maxima and gathers over the tensor axis: row-parallel products, gradients of
@@ -160,6 +162,18 @@ def gathered(x: Array, dimension: int, axes: tuple[str, ...], name: str) -> Arra
     return x
   with jax.named_scope(name):
     return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
+
+
+def summed_parts(x: Array, dimension: int, axes: tuple[str, ...], name: str) -> Array:
+  """This device's slice of the sum over mesh axes, cut along `dimension`; not to be differentiated.
+
+  The counterpart of `gathered`, with the same order of slices.
+  """
+  axes = _several(axes)
+  if not axes:
+    return x
+  with jax.named_scope(name):
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
 
 
 def largest(x: Array, axes: tuple[str, ...], name: str) -> Array:

@@ -51,6 +51,8 @@ LOGICAL_TO_MESH: dict[str | None, Any] = {
   "expert_hidden": ("shard", "tensor"),  # hidden width of an expert, F
   "vocab": "tensor",
   "embed": None,  # width of the model, D
+  "data_vocab": ("tensor", "data"),  # the vocabulary, with `mesh.embedding=partitioned`
+  "data_embed": "data",  # width of a table that is only looked up, with the same
   "layers": None,
 }
 
@@ -68,8 +70,8 @@ class MeshConfig(Options, path="mesh"):
   """Sizes of the mesh axes, and how the state and attention are divided over the devices.
 
   The product of the sizes is the number of devices used. The other options say how attention
-  crosses the sequence axis, what the ranks of the data axis share and how they gather it, and in
-  which memory moments lie.
+  crosses the sequence axis, what the ranks of the data axis share or partition and how they gather
+  it, and in which memory moments lie.
   """
 
   data: int = option(-1, "devices on the data axis; -1 takes all that the others leave", minimum=-1)
@@ -105,6 +107,13 @@ class MeshConfig(Options, path="mesh"):
     "advanced: with mesh.gather_again and pairs that are written out (overlap.unroll): a pair is "
     "gathered while the pair before it computes, in both passes; for GPUs, as simulated devices "
     "may wait for each other forever (docs/scale.md)",
+  )
+  embedding: str = option(
+    "whole",
+    "how data ranks read embedding and head: whole (stored as mesh.shard_state says); or "
+    "partitioned: each rank has a part, and the rows of a batch travel, or the table if that is "
+    "fewer bytes (docs/scale.md)",
+    choices=("whole", "partitioned"),
   )
   bucket_bytes: int = option(
     1 << 25,
@@ -159,6 +168,11 @@ class MeshConfig(Options, path="mesh"):
   def size(self) -> int:
     """Number of devices; needs a resolved `data`."""
     return self.data * self.expert * self.tensor * self.sequence
+
+  @property
+  def embedding_ranks(self) -> int:
+    """Number of data ranks that partition the embedding; 1: each reads all. `data` is resolved."""
+    return self.data if self.embedding == "partitioned" else 1
 
   @property
   def words(self) -> str:

@@ -149,7 +149,7 @@ def share_dimension(shape: Sequence[int], leading: int, ranks: int) -> int:
 
 
 def share_dimensions(shapes: PyTree, leading: Callable[[Any], int]) -> PyTree:
-  """`share_dimension` of every parameter.
+  """`share_dimension` of every parameter; `WHOLE` if its spec divides it over data ranks already.
 
   Args:
     shapes: `jax.ShapeDtypeStruct`s with NamedShardings, of whole parameters.
@@ -157,6 +157,8 @@ def share_dimensions(shapes: PyTree, leading: Callable[[Any], int]) -> PyTree:
   """
 
   def of(path: Any, x: Any) -> int:
+    if AXIS in axes_of(x.sharding.spec):  # partitioned: each rank reads only its part
+      return WHOLE
     return share_dimension(
       x.sharding.shard_shape(x.shape), leading(path), x.sharding.mesh.shape[AXIS]
     )

@@ -268,6 +268,19 @@ class Built:
     del given
     return params
 
+  def generating_model(self, params: Params, given: Any) -> Any:
+    """The whole model for generation during training; each data rank reads all of it.
+
+    Args:
+      params, given: as for `whole`.
+    """
+    params = self.whole(params, given)
+    if self.run.mesh.embedding_ranks == 1:
+      return self.model(params)
+    place = dataclasses.replace(self.run.mesh, embedding="whole")
+    graph, _ = build_model(dataclasses.replace(self.run, mesh=place), None)
+    return nnx.merge(graph, params)
+
   def training_model(self, params: Params) -> Any:
     """The model with the training state's parameters, for evaluation during training.
 
@@ -367,7 +380,9 @@ def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:
     theirs.check_mesh(expert=run.mesh.expert, tensor=run.mesh.tensor)
   except ConfigError as error:
     raise ConfigError(f"{name}: {error}") from None
-  teacher = dataclasses.replace(teacher, mesh=run.mesh, dispatch=run.dispatch, overlap=run.overlap)
+  # A teacher's parameters are read in every microbatch and never updated: each data rank has them.
+  place = dataclasses.replace(run.mesh, embedding="whole")
+  teacher = dataclasses.replace(teacher, mesh=place, dispatch=run.dispatch, overlap=run.overlap)
   graph, shapes = build_model(teacher, mesh)
   optimizer = make_optimizer(OptimizerConfig(), 1)  # never used: a teacher does not learn
   return Built(teacher, mesh, graph, shapes, make_objective(teacher, graph), optimizer)

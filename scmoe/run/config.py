@@ -100,7 +100,7 @@ class RunConfig(Options):
     run = dataclasses.replace(self, mesh=mesh, model=model, data=data, router=router)
     run._check_reading()
     run._check_tasks()
-    model.check_mesh(expert=mesh.expert, tensor=mesh.tensor)
+    model.check_mesh(expert=mesh.expert, tensor=mesh.tensor, embedding=mesh.embedding_ranks)
     self.train.check_mesh(mesh.batch_shards, num_processes)
     run.check_divided_rows()
     self.train.check_trackers()
@@ -280,16 +280,13 @@ class RunConfig(Options):
         f"{why} adapts language models, got model.architecture={self.model.architecture!r}; set "
         "lora.rank=0"
       )
-    if self.mesh.shard_state != "none":
-      raise ConfigError(
-        f"{why} has little state to share, got mesh.shard_state={self.mesh.shard_state!r}, which "
-        "adapters do not support; set mesh.shard_state=none"
-      )
-    if self.mesh.moments_in != "device":
-      raise ConfigError(
-        f"{why} has small moments, got mesh.moments_in={self.mesh.moments_in!r}, which does not "
-        "move those of adapters; set mesh.moments_in=device"
-      )
+    for field, only in (("shard_state", "none"), ("embedding", "whole"), ("moments_in", "device")):
+      value = getattr(self.mesh, field)
+      if value != only:
+        raise ConfigError(
+          f"{why} trains few parameters, got mesh.{field}={value!r}, which adapters do not "
+          f"support; set mesh.{field}={only}"
+        )
     if self.optimizer.name == "muon":
       raise ConfigError(
         f"{why} trains thin factors of matrices, got optimizer.name='muon', which updates whole "

@@ -49,7 +49,7 @@ class Memory:
     gathered: with `mesh.shard_state=parameters`, whole parameters in the compute type: those
       outside the pairs; those of the pair that computes, and their gradients; and those of the next
       pair. With `mesh.gather_again=False` those of all pairs instead of two. An estimate: XLA
-      decides when it gathers.
+      decides when it gathers. Tables of a partitioned embedding, if they travel, count here, too.
     copies: with `optimizer.ablation.masters=cast`, the copy of the parameters in the compute type
       that a step makes.
     frozen: with `lora.rank`, the model that is adapted, in the compute type; parameters, gradients
@@ -284,11 +284,20 @@ def _activation_bytes(run: RunConfig) -> int:
 
   With rematerialisation the values that the backward pass recomputes of one layer come on top.
   """
-  kept = _saved_bytes(run)
+  kept = _saved_bytes(run) - _of_other_ranks(run)
   if run.train.remat != "none":  # the backward pass recomputes one step of the scan at a time
     plain = dataclasses.replace(run, train=dataclasses.replace(run.train, remat="none"))
     kept += _saved_bytes(plain) // (run.model.num_pairs + len(run.model.dense_indices))
   return kept // (run.mesh.tensor * run.mesh.sequence)
+
+
+def _of_other_ranks(run: RunConfig) -> int:
+  """Bytes of a whole head's float32 gradient, for the parts that are other data ranks'."""
+  travels, model = Sharing(run, None).travels, run.model
+  if travels is None or not travels.head:
+    return 0
+  ranks = run.mesh.embedding_ranks
+  return 4 * model.vocab_size * model.width * (ranks - 1) // ranks
 
 
 def _saved_bytes(run: RunConfig) -> int:

@@ -120,6 +120,12 @@ _VISION_RULES = (
 RULES = (
   *_VISION_RULES,
   _Rule(
+    ("mesh.embedding",),
+    lambda run: run.mesh.data == 1 and run.mesh.embedding != "whole",
+    "mesh.data=1 leaves one rank, which holds the whole embedding",
+    "set mesh.data to 2 or more, or leave mesh.embedding=whole",
+  ),
+  _Rule(
     ("mesh.shard_state", "mesh.bucket_bytes", "mesh.gather_again", "mesh.gather_ahead"),
     lambda run: run.mesh.data == 1 and run.mesh.shard_state != "none",
     "mesh.data=1 leaves one rank, which holds the whole state",

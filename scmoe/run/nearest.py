@@ -76,6 +76,8 @@ def smallest_data(run: RunConfig, limits: Sequence[float]) -> list[tuple[int, in
   """
   first = max(run.mesh.data, 2)
   mesh = dataclasses.replace(run.mesh, data=first, shard_state="parameters")
+  if run.mesh.data == 1:  # nobody checked whether several ranks can partition this embedding
+    mesh = dataclasses.replace(mesh, embedding="whole")
   rows = run.train.batch_size // run.mesh.batch_shards * mesh.batch_shards
   tokens = run.train.tokens_per_step
   tokens = tokens if tokens % (rows * run.data.seq_len) == 0 else 0

@@ -15,7 +15,7 @@ from scmoe.run.config import RunConfig
 
 
 def on_mesh(run: RunConfig, text: str = "") -> RunConfig:
-  """A stored run on the devices of this machine.
+  """A stored run on the devices of this machine; each data rank reads the whole embedding.
 
   Args:
     run: resolved configuration.
@@ -26,7 +26,9 @@ def on_mesh(run: RunConfig, text: str = "") -> RunConfig:
     ConfigError: the text names no axes, or there are too few devices.
   """
   if not text:
-    return run if run.mesh.size <= jax.device_count() else single_device(run)
+    if run.mesh.size > jax.device_count():
+      return single_device(run)
+    return dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, embedding="whole"))
   axes = {"data": 1, "expert": 1, "tensor": 1, "sequence": 1}
   for part in text.split(","):
     name, _, value = part.strip().partition("=")
@@ -53,6 +55,7 @@ def _on(run: RunConfig, mesh: MeshConfig) -> RunConfig:
   """
   groups = run.dispatch.groups
   groups = 0 if groups % mesh.token_shards else groups
+  mesh = dataclasses.replace(mesh, embedding="whole")
   return dataclasses.replace(
     run, mesh=mesh, dispatch=dataclasses.replace(run.dispatch, groups=groups)
   )

@@ -79,6 +79,7 @@ class Prediction:
     attention: what devices that divide rows send; of a ring the part that outlasts the attention's
       own computation, of all-to-alls all.
     tensor: sums over the tensor axis; all of them are waited for.
+    embedding: what data ranks that partition the embedding send; all of it is waited for.
     update: the optimizer's memory traffic, the norm of the gradients, and sums over microbatches.
     copies: moments from and to the host's memory.
   """
@@ -90,6 +91,7 @@ class Prediction:
   parameters: float
   attention: float
   tensor: float
+  embedding: float
   update: float
   copies: float
 
@@ -185,6 +187,7 @@ def predicted(work: StepWork, machine: Machine, links: Links, bus: float = 0.0) 
     parameters=links.ring(traffic.parameters, links.group(work.mesh, (AXIS,))),
     attention=_attention(work, links, stages),
     tensor=links.ring(traffic.tensor, links.group(work.mesh, ("tensor",))),
+    embedding=links.ring(traffic.embedding, links.group(work.mesh, (AXIS,))),
     update=_update(work, machine, count),
     copies=work.copies(bus) if work.copies else 0.0,
   )

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from scmoe.layers.partitioned import Travels, rows_travel
 from scmoe.models.objective import cast_params
 from scmoe.models.stacked import STACKS
 from scmoe.parallel.gradients import axes_of
@@ -65,14 +66,39 @@ class Sharing:
   def gathered_bytes(self) -> int:
     """Bytes of gathered parameters, in the compute type, that a device holds beside its shares.
 
-    0 if each rank stores whole parameters.
+    0 if each rank stores whole parameters. Tables of a partitioned embedding count if they travel.
     """
+    tables = self._gathered_tables
     if self.shares is None or not self.shares.parameters:
-      return 0
+      return tables
     pairs, beside = self._read_bytes
     if not self.run.mesh.gather_again:
-      return beside + pairs
-    return beside + PAIRS_AT_WORK * pairs // self.run.model.num_pairs
+      return tables + beside + pairs
+    return tables + beside + PAIRS_AT_WORK * pairs // self.run.model.num_pairs
+
+  @property
+  def travels(self) -> Travels | None:
+    """What travels of a partitioned embedding in training; None: each data rank reads all of it."""
+    run, model = self.run, self.run.model
+    if run.mesh.embedding_ranks == 1:
+      return None
+    return rows_travel(
+      tokens=run.train.batch_size * run.data.seq_len // run.mesh.token_shards,
+      vocab=model.vocab_size // run.mesh.tensor,
+      ranks=run.mesh.embedding_ranks,
+      itemsize=jnp.dtype(model.dtype).itemsize,
+      tied=model.tie_embeddings,
+    )
+
+  @property
+  def _gathered_tables(self) -> int:
+    travels, model = self.travels, self.run.model
+    if travels is None:
+      return 0
+    table = jnp.dtype(model.dtype).itemsize * model.vocab_size * model.width // self.run.mesh.tensor
+    if model.tie_embeddings:
+      return 0 if travels.head else table
+    return (2 - travels.lookup - travels.head) * table
 
   @property
   def copied_bytes(self) -> int:

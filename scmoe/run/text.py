@@ -38,6 +38,7 @@ class Text:
   def make_model(self, run: RunConfig, overlap: OverlapConfig, key: Array) -> GPT:
     """See `Modality.make_model`."""
     options = {"router": run.router, "dispatch": run.dispatch, "overlap": overlap}
+    options |= {"partitioned": run.mesh.embedding_ranks > 1}
     return GPT(run.model, **options, rngs=nnx.Rngs(params=key))
 
   def make_objective(self, run: RunConfig, graph: nnx.GraphDef) -> LanguageModelObjective:
@@ -108,7 +109,7 @@ class Text:
       start = [data.tokenizer.bos_id]
       room = built.run.model.context - len(start)
       (tokens,) = generate(
-        built.model(built.whole(state.params, state.teacher)),
+        built.generating_model(state.params, state.teacher),
         [start],
         Sampling(temperature=0.8),
         max_new_tokens=min(built.run.train.sample_tokens, room),

@@ -9,6 +9,7 @@ from typing import Any
 from scmoe.base.sizes import size_of
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.parallel.sequence import HEADS
+from scmoe.parallel.shares import AXIS
 from scmoe.profiling.exchanges import collectives
 from scmoe.run.config import RunConfig
 from scmoe.run.sharing import Sharing
@@ -28,6 +29,8 @@ class Traffic:
       other tokens of the same rows (`mesh.sequence`).
     tensor: sums over the devices that divide hidden widths, heads and vocabulary (`mesh.tensor`),
       as ring all-reduces, and gathers from them.
+    embedding: rows, hidden states or tables, and their gradients, between data ranks that partition
+      the embedding (`mesh.embedding`).
   """
 
   exchanges: int
@@ -36,6 +39,7 @@ class Traffic:
   parameters: int = 0
   sequence: int = 0
   tensor: int = 0
+  embedding: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Sent:
     sequence: bytes that leave the device for those with other tokens of the same rows.
     largest: bytes of the largest buffer of an exchange of rows.
     tensor: bytes that leave the device for those of its group on the tensor axis.
+    embedding: bytes that leave the device for data ranks with other parts of the embedding.
   """
 
   exchanges: int = 0
@@ -56,10 +61,14 @@ class Sent:
   sequence: int = 0
   largest: int = 0
   tensor: int = 0
+  embedding: int = 0
 
 
 def sent_in(jaxpr: Any, mesh: Mapping[str, int]) -> Sent:
   """Adds up the bytes that leave a device in a jaxpr: all-to-alls, rings, sums over `tensor`.
+
+  Gathers, reduce-scatters and all-to-alls over the data axis are those of a partitioned embedding;
+  the sums of its softmax, three numbers a token, are not counted.
 
   A `while` loop counts nothing: it holds the dropless transport's overflow rounds, and balanced
   routing needs none. Sums over other axes are those of gradients (`Sharing`) and a few numbers.
@@ -68,13 +77,17 @@ def sent_in(jaxpr: Any, mesh: Mapping[str, int]) -> Sent:
     jaxpr: loss and gradients of one microbatch, as one device computes them.
     mesh: axis -> its size.
   """
-  exchanges = all_to_all = sequence = largest = tensor = 0
-  width = mesh["tensor"]
-  for equation, times in collectives(jaxpr, ("all_to_all", "ppermute", "psum", "all_gather")):
+  exchanges = all_to_all = sequence = largest = tensor = embedding = 0
+  width, ranks = mesh["tensor"], mesh[AXIS]
+  kinds = ("all_to_all", "ppermute", "psum", "all_gather", "reduce_scatter")
+  for equation, times in collectives(jaxpr, kinds):
     buffer, params = equation.invars[0].aval, equation.params
     size = sum(v.aval.size * v.aval.dtype.itemsize for v in equation.invars)
     name = equation.primitive.name
-    if name in ("psum", "all_gather"):
+    if name != "psum" and params["axis_name"] in (AXIS, (AXIS,)):
+      share = ranks - 1 if name == "all_gather" else (ranks - 1) / ranks
+      embedding += round(times * share * size)
+    elif name in ("psum", "all_gather"):
       axes = params["axes" if name == "psum" else "axis_name"]
       if axes in ("tensor", ("tensor",)):
         share = 2 * (width - 1) / width if name == "psum" else width - 1
@@ -91,7 +104,7 @@ def sent_in(jaxpr: Any, mesh: Mapping[str, int]) -> Sent:
       exchanges += times
       all_to_all += times * size * (parties - 1) // parties
       largest = max(largest, size)
-  return Sent(exchanges, all_to_all, sequence, largest, tensor)
+  return Sent(exchanges, all_to_all, sequence, largest, tensor, embedding)
 
 
 def of_step(run: RunConfig, sent: Sent, sharing: Sharing) -> Traffic:
@@ -110,6 +123,7 @@ def of_step(run: RunConfig, sent: Sent, sharing: Sharing) -> Traffic:
     parameters=sharing.parameter_traffic,
     sequence=microbatches * sent.sequence,
     tensor=microbatches * sent.tensor,
+    embedding=microbatches * sent.embedding,
   )
 
 
@@ -117,7 +131,7 @@ def lines(traffic: Traffic, mesh: MeshConfig) -> list[str]:
   """The lines that `--dry_run` prints about traffic."""
   if mesh.size == 1:
     return ["", "traffic      none: one device"]
-  how = "reduce-scatter" if shared_words(mesh) else "ring all-reduce"
+  how = "reduce-scatter" if mesh.data > 1 and mesh.shard_state != "none" else "ring all-reduce"
   found = [
     "",
     "traffic that leaves each device, per step",
@@ -126,6 +140,8 @@ def lines(traffic: Traffic, mesh: MeshConfig) -> list[str]:
   ]
   if traffic.parameters:
     found.append(f"  {'parameters (all-gather)':36} {size_of(traffic.parameters):>12}")
+  if traffic.embedding:
+    found.append(f"  {'embedding (partitioned)':36} {size_of(traffic.embedding):>12}")
   if traffic.sequence:
     name = f"attention ({mesh.sequence_attention})"
     found.append(f"  {name:36} {size_of(traffic.sequence):>12}")
@@ -135,7 +151,10 @@ def lines(traffic: Traffic, mesh: MeshConfig) -> list[str]:
 
 
 def shared_words(mesh: MeshConfig) -> str:
-  """Names what data ranks share, as the end of a line; "" if each holds the whole state."""
-  words = {"none": "", "moments": "moments", "parameters": "parameters and moments"}
-  shared = words[mesh.shard_state] if mesh.data > 1 else ""
-  return f"; data ranks share {shared}" if shared else ""
+  """Names what data ranks share and partition, as the end of a line; "" if each holds all."""
+  kinds = {"none": "", "moments": "moments", "parameters": "parameters and moments"}
+  shared = kinds[mesh.shard_state] if mesh.data > 1 else ""
+  words = f"; data ranks share {shared}" if shared else ""
+  if mesh.embedding_ranks > 1:
+    words += "; they partition the embedding" if shared else "; data ranks partition the embedding"
+  return words

@@ -102,6 +102,7 @@ _SINCE = {
     "shard_state": "none",
     "gather_again": True,
     "gather_ahead": False,
+    "embedding": "whole",
     "bucket_bytes": 1 << 25,
     "moments_in": "device",
     "moments_ahead": 1,

@@ -40,12 +40,12 @@ _GRADIENT = 4  # bytes of an element of a table's gradient, which travels in flo
 
 
 class Travels(NamedTuple):
-  """What travels, of an embedding that data ranks partition.
+  """The choice between rows and tables, for an embedding that data ranks partition.
 
   Attributes:
     lookup: whether rows of the table travel to the tokens; if not, the table is gathered.
-    head: whether hidden states travel to the parts of the head; if not, the head is gathered.
-      With a tied head both are equal, because the one table is gathered once.
+    head: whether hidden states travel to the parts of the head; if not, the head is gathered. A
+      tied head has the same choice as the lookup, because one gather serves both.
   """
 
   lookup: bool

@@ -78,7 +78,7 @@ class Sharing:
 
   @property
   def travels(self) -> Travels | None:
-    """What travels of a partitioned embedding in training; None: each data rank reads all of it."""
+    """Rows or tables of a partitioned embedding, in training; None: each data rank reads all."""
     run, model = self.run, self.run.model
     if run.mesh.embedding_ranks == 1:
       return None

@@ -117,9 +117,8 @@ class Embedding(nnx.Module):
 
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
     """Scores of the next token: float32 [B, S, V], from products that read operands in h's type."""
-    h_TD, weight, by_token, axes = self._read(h_BSD)
-    if axes != OVER:
-      weight = partitioned.whole(weight, 0 if by_token else 1)
+    h_TD, part, by_token, axes = self._read(h_BSD)
+    weight: Any = part if axes == OVER else partitioned.whole(part, 0 if by_token else 1)
     own_BSv = scores(h_TD, weight, by_token).reshape(*h_BSD.shape[:2], -1)
     return gather_replicated(own_BSv, 2, "tensor", "tensor")
 

@@ -198,11 +198,16 @@ class Run:
   # -- beginning and end of the run -------------------------------------------------------------
 
   def start(self) -> None:
-    """Restores the newest valid checkpoint, or initialises; writes config and card; opens outputs.
+    """Restores or initialises the state, writes config and card, and opens outputs.
+
+    The newest valid checkpoint is restored; the state is initialised only if there is none at all.
 
     A run without a checkpoint begins with fresh parameters, or with those of `Trainer.warm_start`.
     A run that finds a checkpoint of weights alone begins at step 0 with these weights. If the
     restored step was due for an evaluation that metrics.jsonl lacks, it is evaluated now.
+
+    Raises:
+      CheckpointError: there are checkpoints, but all are damaged.
     """
     built, trainer = self.built, self.trainer
     stored = self.abstract.for_checkpoint()

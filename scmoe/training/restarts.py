@@ -19,7 +19,8 @@ from scmoe.base.errors import GAVE_UP_EXIT
 from scmoe.base.output import warn
 from scmoe.training.signals import hangups
 
-# Exit codes after which the run is not started again; see `scmoe.base.errors` for their meaning.
+# Exit codes after which `supervise` does not start the run again; see `scmoe.base.errors` for their
+# meaning. An elastic run goes on after 75 if its members regroup or one of them leaves.
 FINAL = (0, 2, 3, 4, 5, 6, GAVE_UP_EXIT, 75)
 # Most seconds from the command's end to its next start. The wait is 1 s at first and doubles with
 # each restart in a row.

@@ -326,7 +326,11 @@ class _Together:
     return [lane for lane in self.lanes if lane.failed is None]
 
   def _each(self, act: Callable[[Lane], Any]) -> None:
-    """Calls `act` for every run that has not failed; from a failed call on, its run is left out."""
+    """Calls `act` for every run that has not failed.
+
+    A run whose call raises `NonFiniteError` has failed, and is left out from then on. Any other
+    error ends all runs.
+    """
     for lane in self._active():
       try:
         act(lane)

@@ -311,8 +311,8 @@ def make_local_step(
   def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
     own = objective if state.teacher is None else objective.taught(state.teacher)
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-    # Parameters are cast once per step: inside `accumulate`'s loop, each microbatch would read all
-    # float32 parameters again.
+    # Parameters that are not stored in halves (`masters`) are cast here, once per step: inside
+    # `accumulate`'s loop, each microbatch would read their float32 values again.
     with jax.named_scope("cast"):
       params = own.cast(masters.readable(state.params))
     if shares is not None:

@@ -112,7 +112,10 @@ class RunLock:
     self._release()
 
   def _take(self) -> None:
-    """Locks the lock file; locks its directory first, if the file has the default name.
+    """Locks the lock file, and before it its directory if the file has the default name.
+
+    On a file system without locks it goes on: without the file's lock it warns, without the
+    directory's it says nothing.
 
     Raises:
       ConfigError: another process holds a lock.

@@ -26,7 +26,7 @@ from scmoe.inference.placement.choices import Choices
 
 OBJECTIVES = ("balance", "together", "affinity")
 STARTS = 16  # placements from which swaps begin: the present one and random ones
-_SWEEPS = 32  # most passes over all layers for `affinity`
+_SWEEPS = 32  # most passes over all layers from each start, for `affinity`
 
 
 def place(

@@ -285,7 +285,9 @@ class Server:
       part.admit(self._waiting.popleft(), part.free.take(needed) or [])
 
   def _read_pieces(self) -> _Results | None:
-    """Runs a program over a piece of each of the oldest unread prompts; None if all are read.
+    """Runs a program over a piece of each of the oldest unread prompts that have a slot.
+
+    Returns None if no request with a slot has an unread prompt.
 
     The pieces of a turn have one width, the room that each has for tokens. It is the smallest
     compiled one that holds the rest of the oldest such prompt, or the largest if none does. (Each

@@ -196,12 +196,18 @@ def source_rows_of(layout: GroupLayout) -> jax.Array:
 
 
 def pad_rows(x_MN: jax.Array, layout: GroupLayout) -> jax.Array:
-  """Moves rows that lie group after group to their places in the layout; padding rows are zero."""
+  """Moves rows that lie group after group to their places in the layout; padding rows are zero.
+
+  The layout has one run.
+  """
   return take_rows(x_MN, source_rows_of(layout))
 
 
 def unpad_rows(x_RN: jax.Array, layout: GroupLayout, num_rows: int) -> jax.Array:
-  """Moves the layout's rows back, group after group without padding; rows of no group are zero."""
+  """Moves the layout's rows back, group after group without padding; rows of no group are zero.
+
+  The layout has one run.
+  """
   return take_rows(x_RN, padded_rows_of(layout, num_rows))
 
 

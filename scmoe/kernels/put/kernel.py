@@ -321,7 +321,10 @@ class _Program(RowCopier):
     )
 
   def send_zero(self) -> str:
-    """Starts to copy zeros to row `to` of this device's result, with the tag -1, if `yes` holds."""
+    """If `yes` holds, starts to copy zeros to row `to` of this device's result.
+
+    Where tags go with the rows, the row's tag becomes -1.
+    """
     return ptx.lines(
       [
         ptx.element_address("wide", _OUT, "to", self.row_bytes, unsigned=True),

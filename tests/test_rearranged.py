@@ -301,7 +301,7 @@ def test_the_new_run_depends_on_no_other(made):
   (["--prune=keep=4,batches=2", "--start=a"], "batches='2' has no effect with by=router_norm"),
   (["--prune=keep=4,by=use,seed=1"], "seed='1' has no effect with by=use; leave it out, or use"),
   (["--prune=keep=4,by=random", "--text=t.txt"], "--text has no effect with --prune by=random"),
-  (["--dtype=bfloat16"], "--dtype goes with --to and --inference"),
+  (["--dtype=bfloat16"], "--dtype goes with --to, --peft and --inference"),
   (["--prune=keep=4", "--start=a"], "the gates have not changed since --start; use by=use"),
   (["--place=devices=4", "--workdir=released"], "'released' holds config.json, which belongs to"),
   (["--prune=keep=4,by=use", "--workdir=packed"], "'packed' holds inference.json, which bel"),

@@ -75,8 +75,10 @@ ROUTER = RouterConfig(balance_loss=0.5, z_loss=0.1, noise=1.0)
 LENGTH, ROWS = 8, 16
 
 
-def built(mesh, name="pos2", microbatches=1, remat="none", model=None, rows=ROWS, **changed):
-  """A run of so many rows a step, on simulated devices."""
+def built(
+  mesh, name="pos2", microbatches=1, remat="none", model=None, rows=ROWS, teacher=None, **changed
+):
+  """A run of so many rows a step, on simulated devices; with the model of a name as teacher."""
   train = {"batch_size": rows // microbatches, "tokens_per_step": rows * LENGTH, "remat": remat}
   run = RunConfig(
     model=model or MODELS[name],
@@ -89,31 +91,48 @@ def built(mesh, name="pos2", microbatches=1, remat="none", model=None, rows=ROWS
   run = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=LENGTH)).resolve(
     num_devices=mesh.size, vocab_size=64
   )
-  return build(run, jax.devices()[: mesh.size])
+  if teacher is not None:
+    teacher = dataclasses.replace(run, model=MODELS[teacher].resolve(vocab_size=64))
+  return build(run, jax.devices()[: mesh.size], teacher)
 
 
 # -- gradients -------------------------------------------------------------------------------------
 
 
 @functools.cache
-def gradients(embedding, mode, model, microbatches, remat):
-  """Loss, gradients and their norm of one step on data=4 x expert=2, as whole arrays."""
-  mesh = MeshConfig(4, 2, 1, shard_state=mode, embedding=embedding)
-  own = built(mesh, model, microbatches, remat)
-  shares = own.optimizer.shares
+def gradients(embedding, mode, model, microbatches, remat, axes=(4, 2, 1), teacher=None, flight=1):
+  """Loss, gradients and their norm of one step, as whole arrays."""
+  mesh = MeshConfig(*axes, shard_state=mode, embedding=embedding)
+  own = built(mesh, model, microbatches, remat, teacher=teacher)
+  shares, given = own.optimizer.shares, own.shapes_given
   out = own.specs if shares is None else shares.share_specs
 
-  def local(params, batch):
+  def local(params, given, batch):
     read = params if shares is None else shares.to_read(params)
+    objective = own.objective if given is None else own.objective.taught(given)
     key = jax.random.key(3)
-    loss, grads, aux = accumulate(own.objective, read, {}, batch, key, own.specs, shares=shares)
+    loss, grads, aux = accumulate(
+      objective, read, {}, batch, key, own.specs, flight=flight, shares=shares
+    )
     return loss, global_norm(grads, out), grads, aux.nats, aux.correct
 
   stored = out if mode == "parameters" else own.specs
-  program = manual(local, own.mesh, (stored, P(None, BATCH_AXES)), (P(), P(), out, P(), P()))
+  taught = jax.tree.map(lambda s: s.sharding.spec, given)
+  specs = (stored, taught, P(None, BATCH_AXES))
+  program = manual(local, own.mesh, specs, (P(), P(), out, P(), P()))
   numbers = np.random.default_rng(0)
   draw = lambda s: jnp.asarray(numbers.normal(0, 0.3, s.shape), s.dtype)
-  return jax.device_get(jax.jit(program)(jax.tree.map(draw, own.shapes), own.random_batch()))
+  drawn = jax.tree.map(draw, (own.shapes, given))
+  return jax.device_get(jax.jit(program)(*drawn, own.random_batch()))
+
+
+def assert_same(got, want):
+  for a, b in zip((*got[:2], *got[3:]), (*want[:2], *want[3:]), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+  leaves = jax.tree_util.tree_leaves_with_path(got[2])
+  for (path, a), b in zip(leaves, jax.tree.leaves(want[2]), strict=True):
+    room = 1e-6 * (np.abs(b).max() + 0.1 * want[1])
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=room, err_msg=jax.tree_util.keystr(path))
 
 
 CASES = pairwise(MODELS, ("none", "moments", "parameters"), (1, 2), ("none", "full"))
@@ -127,13 +146,23 @@ BY_DAY = [("dense", "none", 2, "none"), ("dense", "parameters", 1, "full")]
 )
 def test_gradients_are_those_of_a_whole_embedding(model, mode, microbatches, remat):
   got = gradients("partitioned", mode, model, microbatches, remat)
-  want = gradients("whole", "none", model, microbatches, "none")
-  for a, b in zip((*got[:2], *got[3:]), (*want[:2], *want[3:]), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-6)
-  leaves = jax.tree_util.tree_leaves_with_path(got[2])
-  for (path, a), b in zip(leaves, jax.tree.leaves(want[2]), strict=True):
-    room = 1e-6 * (np.abs(b).max() + 0.1 * want[1])
-    np.testing.assert_allclose(a, b, rtol=1e-6, atol=room, err_msg=jax.tree_util.keystr(path))
+  assert_same(got, gradients("whole", "none", model, microbatches, "none"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+  ("model", "fields"),
+  [
+    ("dense", {"axes": (2, 1, 2, 2)}),  # devices of a sequence axis have other tokens, too
+    ("longcat", {"axes": (2, 1, 1, 2)}),
+    ("dense", {"teacher": "longcat"}),  # its embedding is whole
+    ("longcat", {"teacher": "dense"}),
+    ("dense", {"flight": 2}),  # two microbatches side by side
+  ],
+)
+def test_other_axes_teachers_and_microbatches_side_by_side(model, fields):
+  got = gradients("partitioned", "parameters", model, 2, "none", **fields)
+  assert_same(got, gradients("whole", "none", model, 2, "none", **fields))
 
 
 # -- whole steps -----------------------------------------------------------------------------------

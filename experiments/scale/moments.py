@@ -7,14 +7,19 @@ The arms take turns; each turn makes its state anew, runs one step, and times th
   host      moments and lower halves in pinned memory of the host, each layer's fetched while the
             layer before it leaves (mesh.moments_in=host)
   blocking  the same, but no copy runs beside another (mesh.moments_ahead=0)
+  computed  the host updates them with its own cores: gradients leave, each layer's while the layer
+            before is updated (mesh.moments_update=host)
+  waiting   the same, but no copy runs beside an update (mesh.moments_ahead=0)
   device    all on the device; left out if the dry run says that it does not fit
 
-First the link is timed, each way alone and both at once. The planner's figure of an arm is a step's
+First the link is timed, each way alone and both at once, and then the host: AdamW on jax's CPU, in
+bytes that it reads and writes a second. The planner's figure of an arm is a step's
 computation, and the copies at the link's speed both ways at once. The computation is what the arm
 `device` took; without that arm it is the model's FLOPs at --mfu of the peak. What can be hidden of
 the copies of `blocking` is what the plan of `host` takes less. Peak memory is the process's so far,
-so the arm that needs least comes first. --tiny runs a tiny model on a CPU, which has one memory and
-copies nothing: its times mean nothing.
+so the arm that needs least comes first; and as jax keeps pinned memory that it once had, arms whose
+host computes come before those that need much of it. --tiny runs a tiny model on a CPU, which has
+one memory and copies nothing: its times mean nothing.
 """
 
 from __future__ import annotations
@@ -35,23 +40,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from run import Arm
 
 from scmoe.base.sizes import size_of
 from scmoe.offload.memory import HOST, allow_pinned_memory
 from scmoe.profiling.timer import NO_GPU
+from scmoe.run import host_memory
 from scmoe.run.build import vocab_size
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import dry_run
 from scmoe.run.estimates import MFU
 from scmoe.run.fields import with_field
-from scmoe.run.host_memory import check_host_memory
 from scmoe.run.summary import device_memory
+from scmoe.training.kept import cpu
+from scmoe.training.masters import Halves
 
 ARMS = {
   "host": {"mesh.moments_in": "host"},
   "blocking": {"mesh.moments_in": "host", "mesh.moments_ahead": "0"},
+  "computed": {"mesh.moments_in": "host", "mesh.moments_update": "host"},
+  "waiting": {"mesh.moments_in": "host", "mesh.moments_update": "host", "mesh.moments_ahead": "0"},
   "device": {"mesh.moments_in": "device"},
 }
 
@@ -77,6 +88,33 @@ def link_speed(size: int) -> dict[str, float]:
       times.append(time.perf_counter() - begin)
     found[name] = size / min(times[1:]) / 1e9
   return found
+
+
+def host_speed(size: int) -> float:
+  """Bytes/s that the host reads and writes in an update by AdamW in place.
+
+  Args:
+    size: number of parameters, each of which makes it move 36 bytes (`Away`).
+  """
+  here, rule = cpu(), optax.scale_by_adam()
+  zeros = lambda dtype: jax.device_put(np.zeros(size, dtype), here, may_alias=False)
+
+  def update(kept: Any, high: Any, grads: Any) -> Any:
+    moments, low = kept
+    updates, moments = rule.update(grads, moments)
+    params = Halves(high, low).to_float32() - 1e-3 * jnp.asarray(updates)
+    halves = Halves.of(params)
+    return (moments, halves.low), halves.high
+
+  program = jax.jit(update, donate_argnums=0)
+  moments = jax.device_put(rule.init(np.zeros(1, np.float32)), here)
+  kept = moments._replace(mu=zeros(np.float32), nu=zeros(np.float32)), zeros(np.int16)
+  high, grads, times = zeros(jnp.bfloat16), zeros(np.float32), []
+  for _ in range(4):  # the first compiles
+    begin = time.perf_counter()
+    kept, high = jax.block_until_ready(program(kept, high, grads))
+    times.append(time.perf_counter() - begin)
+  return 36 * size / min(times[1:])
 
 
 def planned(args: argparse.Namespace) -> Any:
@@ -110,10 +148,11 @@ def figures(arms: dict[str, Arm], plans: dict[str, Any], rate: float, mfu: float
     own["planned_ms"] = round(1e3 * (compute + copies[name]), 3)
     own["over_plan"] = round(seconds[name] / (compute + copies[name]), 3)
     own["copies_planned_ms"] = round(1e3 * copies[name], 3)
-  if {"host", "blocking"} <= set(arms) and copies["blocking"] > copies["host"]:
-    won = seconds["blocking"] - seconds["host"]
-    found["host"]["hidden"] = round(won / copies["blocking"], 3)
-    found["host"]["hidden_of_hideable"] = round(won / (copies["blocking"] - copies["host"]), 3)
+  for name, plain in (("host", "blocking"), ("computed", "waiting")):
+    if {name, plain} <= set(arms) and copies[plain] > copies[name]:
+      won = seconds[plain] - seconds[name]
+      found[name]["hidden"] = round(won / copies[plain], 3)
+      found[name]["hidden_of_hideable"] = round(won / (copies[plain] - copies[name]), 3)
   return found
 
 
@@ -131,12 +170,12 @@ def table(arms: dict[str, Any], device: str) -> str:
       f"{own['copies_planned_ms']:10.2f}{own['program_gibibytes']:10.2f}"
       f"{own['host_bytes'] / 2**30:10.2f}{peak / 2**30 if peak else 0:10.2f}  {own['loss']}"
     )
-  if "hidden" in arms.get("host", {}) and "cpu" not in device.lower():
-    own = arms["host"]
-    lines.append(
-      f"hidden: {own['hidden']:.1%} of the copies' time, {own['hidden_of_hideable']:.1%} of what "
-      "can be hidden"
-    )
+  for name, own in arms.items():
+    if "hidden" in own and "cpu" not in device.lower():
+      lines.append(
+        f"{name} hides {own['hidden']:.1%} of the copies' time, {own['hidden_of_hideable']:.1%} of "
+        "what can be hidden"
+      )
   return "\n".join(lines)
 
 
@@ -145,7 +184,7 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("fields", nargs="*", help="SECTION.FIELD=VALUE, for all arms")
-  parser.add_argument("--arms", default="host,blocking,device")
+  parser.add_argument("--arms", default="computed,waiting,host,blocking,device")
   parser.add_argument("--layers", type=int, default=4, help="of OLMoE's 16")
   parser.add_argument("--batch_size", type=int, default=4, help="rows of 4,096 tokens")
   parser.add_argument("--microbatches", type=int, default=1)
@@ -174,8 +213,16 @@ def main() -> None:
       )
       continue
     arms[name] = Arm(run)
-    check_host_memory(arms[name].built)
+    plan, free = plans[name].away, host_memory.host_memory()
+    if plan and free and plan.total + plan.staging > free:  # nothing is saved here
+      raise SystemExit(
+        f"{name} keeps {size_of(plan.total + plan.staging)} in the host's memory, which has "
+        f"{size_of(free)}; use fewer --layers"
+      )
   speed = link_speed(2**20 if args.tiny else 2**29)
+  if {"computed", "waiting"} & set(arms):
+    host_memory.HOST_RATE = host_speed(2**18 if args.tiny else 2**28)
+    speed["host"] = host_memory.HOST_RATE / 1e9
   say(", ".join(f"{name} {value:.1f} GB/s" for name, value in speed.items()))
   with concurrent.futures.ThreadPoolExecutor(1 if args.tiny else len(arms)) as pool:
     list(pool.map(lambda arm: arm.compile(), arms.values()))

@@ -46,6 +46,8 @@ from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import dry_run
 from scmoe.run.fields import with_field
 from scmoe.run.summary import device_memory
+from scmoe.training.host_update import host_step_of
+from scmoe.training.kept import is_kept
 from scmoe.training.step import init_state, make_train_step
 
 ARMS = {
@@ -57,6 +59,11 @@ ARMS = {
   "partitioned": {"mesh.shard_state": "parameters", "mesh.embedding": "partitioned"},
   "partitioned_moments": {"mesh.shard_state": "moments", "mesh.embedding": "partitioned"},
 }
+
+
+def _bytes(leaf: Any) -> int:
+  """Bytes of one device's shard, which the host may keep."""
+  return leaf.shards[0].nbytes if is_kept(leaf) else leaf.addressable_shards[0].data.nbytes
 
 
 class Arm:
@@ -76,6 +83,7 @@ class Arm:
     self.batch = jax.device_put(self.built.random_batch(), place)
     self.program = Program(step.lower(self.abstract, self.batch))
     self.compile = functools.partial(self.program.compile, options)
+    self.step = host_step_of(step, self.program)
     self.seconds: list[float] = []
     self.state_bytes = 0
 
@@ -83,14 +91,14 @@ class Arm:
     """Makes the state, takes one step, and times `calls` steps."""
     state = init_state(self.built.init, self.built.optimizer, 0, self.abstract)
     leaves = jax.tree.leaves((state.params, state.opt_state))
-    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    held = sum(_bytes(leaf) for leaf in leaves)
     self.state_bytes = held
     del leaves
-    state, scalars, _ = self.program(state, self.batch)
+    state, scalars, _ = self.step(state, self.batch)
     jax.block_until_ready((state, scalars))
     begin = time.perf_counter()
     for _ in range(calls):
-      state, scalars, _ = self.program(state, self.batch)
+      state, scalars, _ = self.step(state, self.batch)
     jax.block_until_ready((state, scalars))
     self.seconds.append((time.perf_counter() - begin) / calls)
     self.loss = float(scalars["loss"])

@@ -129,10 +129,16 @@ class MeshConfig(Options, path="mesh"):
     "(docs/scale.md)",
     choices=("device", "host"),
   )
+  moments_update: str = option(
+    "device",
+    "who updates moments in the host's memory: device, to which they are copied; or host, to which "
+    "gradients are copied instead, AdamW only (docs/scale.md)",
+    choices=("device", "host"),
+  )
   moments_ahead: int = option(
     1,
-    "with mesh.moments_in=host: layers whose moments are fetched before their turn, each of which "
-    "takes memory of the device; 0: none, so that no copy is hidden",
+    "with mesh.moments_in=host: layers whose moments (or gradients, mesh.moments_update=host) are "
+    "copied before their turn, each of which takes memory; 0: none, so that no copy is hidden",
     minimum=0,
   )
 

@@ -342,8 +342,20 @@ def shares_of(run: RunConfig, shapes: Params) -> StateShares | None:
 
 
 def on_host(run: RunConfig) -> OnHost | None:
-  """How the update streams moments from the host's memory; None if they lie on the devices."""
-  return None if run.mesh.moments_in == "device" else OnHost(run.mesh.moments_ahead)
+  """How moments in the host's memory are updated; None if they lie on the devices.
+
+  Raises:
+    ConfigError: the host cannot compute the run's update.
+  """
+  mesh = run.mesh
+  if mesh.moments_in == "device":
+    return None
+  if mesh.moments_update == "host" and run.optimizer.name != "adamw":
+    raise ConfigError(
+      f"mesh.moments_update='host' computes AdamW, got optimizer.name={run.optimizer.name!r}, "
+      "whose products of matrices are for devices; set mesh.moments_update=device"
+    )
+  return OnHost(mesh.moments_ahead, computes=mesh.moments_update == "host")
 
 
 def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:

@@ -25,7 +25,7 @@ from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
 from scmoe.run import build, placement, traffic
 from scmoe.run.config import RunConfig
 from scmoe.run.estimates import StepNeeds
-from scmoe.run.host_memory import Away, away
+from scmoe.run.host_memory import Away, planned_away
 from scmoe.run.modality import modality_of
 from scmoe.run.prediction import StepWork
 from scmoe.run.sharing import Sharing, bytes_per_device
@@ -54,8 +54,8 @@ class Memory:
       that a step makes.
     frozen: with `lora.rank`, the model that is adapted, in the compute type; parameters, gradients
       and optimizer are then those of the adapters.
-    arriving: with `mesh.moments_in=host`, the most bytes of moments and lower halves that the
-      device holds at a time during the update.
+    arriving: with `mesh.moments_in=host`, the most bytes that the device holds at a time during the
+      update for layers under way (`Away.on_device`).
   """
 
   parameters: int
@@ -111,6 +111,7 @@ class DryRun:
       tokens=self.tokens_per_step,
       exchanging=mesh.expert,
       copies=None if self.away is None else self.away.seconds,
+      computes=mesh.moments_update == "host",
     )
 
 
@@ -174,7 +175,7 @@ def _planned(run: RunConfig) -> _Planned:
   halves = sharing.cast if _in_halves(run) else None
   placed = shardings_of(trained), {}
   state = abstract_state(init, optimizer, mesh, placed, halves)  # pyright: ignore
-  outside = away(state, run.mesh.moments_ahead)
+  outside = planned_away(run, state)
   return _Planned(mesh, graph, shapes, adapters, sharing, state, outside)
 
 

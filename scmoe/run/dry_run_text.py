@@ -89,7 +89,8 @@ def _memory_lines(result: DryRun) -> list[str]:
   names["gathered"] = "gathered parameters (estimate)"
   names["copies"] = "parameters in the compute type"
   names["frozen"] = "frozen parameters"
-  names["arriving"] = "moments of layers under way"
+  computes = mesh.moments_update == "host"
+  names["arriving"] = f"{'gradients' if computes else 'moments'} of layers under way"
   for kind, size in dataclasses.asdict(memory).items():
     if kind in ("gathered", "copies", "frozen", "arriving") and not size:
       continue
@@ -101,6 +102,8 @@ def _memory_lines(result: DryRun) -> list[str]:
   if result.away is not None:
     name = "in the host's memory, per device"
     lines.append(f"  {name:36} {size_of(result.away.total):>12}")
+    if computes:
+      lines.append(f"  {'gradients on their way there':36} {size_of(result.away.staging):>12}")
     lines.append(f"  {'more there during a save':36} {size_of(result.away.saving):>12}")
   return lines
 

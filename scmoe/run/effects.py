@@ -168,9 +168,9 @@ RULES = (
     "leave it out, and call scmoe.generate --task NAME",
   ),
   _Rule(
-    ("mesh.moments_ahead",),
+    ("mesh.moments_ahead", "mesh.moments_update"),
     lambda run: run.mesh.moments_in == "device",
-    "mesh.moments_in='device' fetches no moments",
+    "mesh.moments_in='device' keeps moments where they are updated",
     "set mesh.moments_in=host",
   ),
   _Rule(

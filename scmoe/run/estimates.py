@@ -21,6 +21,7 @@ PRODUCTS = 0.71  # measured: 700 of 989 TFLOP/s in large products on one H200
 MEMORY_SHARE = 0.83  # measured: 4.0 of 4.8 TB/s on one H200
 BUS_SHARE = 0.81  # measured: 52 of 64 GB/s from pinned memory to one H200
 HOST_DEVICES = 8  # GPUs of one host that NVLink joins
+HOST_RATE = 1e11  # assumed: bytes/s at which 16 cores of a server update moments in its memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +65,9 @@ class StepNeeds:
     exchange: bytes that leave the device in all-to-alls.
     tokens: tokens of the step, over all devices.
     exchanging: number of devices on the expert axis.
-    copies: bytes/s of the link to the host's memory, each way -> seconds of the step's copies; None
-      if nothing is copied.
+    copies: bytes/s of the link to the host's memory, each way -> seconds of the step's copies, and
+      of the update if the host computes it; None if nothing is copied.
+    computes: whether the host computes the update.
   """
 
   memory: float
@@ -74,6 +76,7 @@ class StepNeeds:
   tokens: float
   exchanging: int
   copies: Callable[[float], float] | None = None
+  computes: bool = False
 
 
 def fits(memory: float, device: Device) -> str:
@@ -99,6 +102,15 @@ def copy_seconds(needs: StepNeeds, device: Device) -> float:
   return needs.copies(BUS_SHARE * device.bus) if needs.copies else 0.0
 
 
+def _host_words(needs: StepNeeds) -> list[str]:
+  """A line that says which rates the copies assume; none without copies."""
+  if not needs.copies:
+    return []
+  what = "gradients leave for the host" if needs.computes else "moments come from the host's memory"
+  rate = f", which updates moments at {HOST_RATE / 1e9:.0f} GB/s (assumption)" * needs.computes
+  return [f"{what} at {BUS_SHARE:.0%} of PCIe's peak, each way{rate}"]
+
+
 def device_table(needs: StepNeeds, steps: int) -> list[str]:
   """The table's lines: assumptions, headings, and one line for each kind of GPU.
 
@@ -109,8 +121,7 @@ def device_table(needs: StepNeeds, steps: int) -> list[str]:
     f"one step: computation at {MFU:.0%} of the bfloat16 peak, exchange at {LINK_SHARE:.0%} of the "
     "link's peak (assumptions);",
     "last column: with none of the exchange hidden, to all of it",
-    *[f"moments come from the host's memory at {BUS_SHARE:.0%} of PCIe's peak, each way"]
-    * bool(needs.copies),
+    *_host_words(needs),
     row("", "", "", "exchange", "exchange", ""),
     row("", f"{USABLE:.0%} of memory", "computation", "in a host", "cross-host", "tokens/s, run"),
   ]
@@ -121,7 +132,8 @@ def device_table(needs: StepNeeds, steps: int) -> list[str]:
     # The two are equal where nothing is exchanged.
     ends = dict.fromkeys((compute + link + copies, max(compute, link) + copies))
     rates = " to ".join(number(needs.tokens / seconds) for seconds in ends)
-    told = f"; copies {duration(copies)} a step" if copies else ""
+    what = "copies and host's update" if needs.computes else "copies"
+    told = f"; {what} {duration(copies)} a step" if copies else ""
     spans = " to ".join(duration(seconds * steps) for seconds in ends)
     times = [duration(s) if s else "–" for s in (compute, inside, between)]
     lines.append(row(device.name, fits(needs.memory, device), *times, f"{rates}, {spans}{told}"))

@@ -1,9 +1,14 @@
 """Bytes that a run keeps in the host's memory (`mesh.moments_in=host`), and the time of copies.
 
-The planner's model of an update: the link carries both directions at once, each at the same rate.
-Layers are fetched one after the other, and stored one after the other. The fetch of layer i waits
-for the store of layer i - 1 - ahead, as the barriers of `scmoe.training.streamed_update` say. The
-computation of the update is left out: the device's own memory is about sixty times as fast.
+The planner's model of a streamed update: the link carries both directions at once, each at the same
+rate. Layers are fetched one after the other, and stored one after the other. The fetch of layer i
+waits for the store of layer i - 1 - ahead, as the barriers of `scmoe.training.streamed_update` say.
+The computation of the update is left out: the device's own memory is about sixty times as fast.
+
+The model of an update that the host computes (`mesh.moments_update=host`): gradients leave layer by
+layer, those of layer i + ahead as the update of layer i begins (`scmoe.training.host_update`). The
+host reads and writes what it keeps, what leaves and what comes back, at `HOST_RATE`. What comes
+back travels beside the next update.
 """
 
 from __future__ import annotations
@@ -20,9 +25,14 @@ from scmoe.base.sizes import size_of
 from scmoe.models.stacked import is_apart
 from scmoe.offload.memory import HOST
 from scmoe.run.build import Built
+from scmoe.run.config import RunConfig
+from scmoe.run.estimates import HOST_DEVICES, HOST_RATE
+from scmoe.training import masters
 from scmoe.training.host_arrays import lies_on_host
+from scmoe.training.kept import cpu
+from scmoe.training.masters import is_halves
 from scmoe.training.step import TrainState
-from scmoe.training.streamed_update import stack_of
+from scmoe.training.streamed_update import count_of, stack_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,56 +44,131 @@ class Away:
     ahead: see `scmoe.training.streamed_update.OnHost`.
     saving: further bytes there while a checkpoint is written or read: stacks put together, and
       parameters in float32 (`TrainState.for_checkpoint`).
+    leaving, arriving: if the host computes the update, bytes of each layer that leave the device
+      (gradients, and what it stores of parameters and their average), and that come back; else ().
+    together: devices of the host whose updates it computes, if it does.
   """
 
   layers: tuple[int, ...]
   ahead: int
   saving: int = 0
+  leaving: tuple[int, ...] = ()
+  arriving: tuple[int, ...] = ()
+  together: int = 1
 
   @property
   def total(self) -> int:
-    """Bytes in the host's memory; as many are fetched in a step, and as many stored."""
+    """Bytes in the host's memory; streamed, as many are fetched in a step, and as many stored."""
     return sum(self.layers)
 
   @property
+  def staging(self) -> int:
+    """Bytes of pinned memory through which gradients pass to a host that computes the update."""
+    return _window(self.leaving, self.ahead + 1)
+
+  @property
   def on_device(self) -> int:
-    """The most of these bytes that the device holds at a time: those of `ahead` + 1 layers."""
-    together = self.ahead + 1
-    starts = range(max(1, len(self.layers) - self.ahead))
-    return max((sum(self.layers[i : i + together]) for i in starts), default=0)
+    """The most bytes that the device holds for layers under way.
+
+    Streamed, those are the moments of `ahead` + 1 layers. If the host computes the update, they are
+    the gradients and parameters cut out of the stacks for `ahead` layers, or one, and one layer's
+    new parameters.
+    """
+    if self.leaving:
+      return _window(self.leaving, max(1, self.ahead)) + max(self.arriving)
+    return _window(self.layers, self.ahead + 1)
 
   def seconds(self, rate: float) -> float:
-    """Seconds of a step's copies by this module's model, for a link of `rate` bytes/s each way."""
+    """Seconds of a step's copies by this module's model, for a link of `rate` bytes/s each way.
+
+    If the host computes the update, its computation is counted too.
+    """
+    return self._computed(rate) if self.leaving else self._streamed(rate)
+
+  def _streamed(self, rate: float) -> float:
     fetched, stored = 0.0, [0.0] * (self.ahead + 1)  # when the last fetch, and each store, ended
     for size in self.layers:
       fetched = max(fetched, stored[-1 - self.ahead]) + size / rate
       stored.append(max(fetched, stored[-1]) + size / rate)
     return stored[-1]
 
+  def _computed(self, rate: float) -> float:
+    begun = [0.0] * (self.ahead + 1)  # when each update began; those before the first: at once
+    arrived = updated = sent = 0.0
+    for kept, out, back in zip(self.layers, self.leaving, self.arriving):
+      # With `ahead` 0 a layer leaves when the one before has come back, else as an update begins.
+      arrived = max(arrived, begun[-1 - (self.ahead - 1)] if self.ahead else sent) + out / rate
+      begun.append(max(arrived, updated))
+      updated = begun[-1] + self.together * 2 * (kept + out + back) / HOST_RATE
+      sent = max(sent, updated) + back / rate
+    return sent
 
-def away(state: TrainState, ahead: int) -> Away | None:
+
+def _window(sizes: tuple[int, ...], count: int) -> int:
+  """The most bytes of `count` neighbours."""
+  starts = range(max(1, len(sizes) - count + 1))
+  return max((sum(sizes[i : i + count]) for i in starts), default=0)
+
+
+def away(
+  state: TrainState, ahead: int, *, computes: bool = False, together: int = 1
+) -> Away | None:
   """Counts the bytes that a state keeps in the host's memory; None if it keeps none there.
 
   Args:
     state: `jax.ShapeDtypeStruct`s with shardings, or arrays.
     ahead: see `Away`.
+    computes: whether the host computes the update.
+    together: see `Away`.
   """
-  sizes = {("", 0): 0}
+  sizes, out, back = {("", 0): 0}, {}, {}
   entries = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state), is_leaf=is_apart)
   for path, leaf in entries:
     parts = leaf.parts if is_apart(leaf) else [leaf] if lies_on_host(leaf) else []
     for i, part in enumerate(parts):
       layer = stack_of(path), i
       sizes[layer] = sizes.get(layer, 0) + _bytes(part)
-  found = tuple(size for size in sizes.values() if size)
-  return Away(found, ahead, _saving(state)) if found else None
+  layers = [layer for layer, size in sizes.items() if size]
+  if not layers:
+    return None
+  found = tuple(sizes[layer] for layer in layers)
+  if not computes:
+    return Away(found, ahead, _saving(state))
+  for layer in layers:
+    out[layer], back[layer] = _passing(state, layer)
+  passing = tuple(out.values()), tuple(back.values())
+  return Away(found, ahead, _saving(state, copies=True), *passing, together)
 
 
-def _saving(state: TrainState) -> int:
+def _passing(state: TrainState, layer: tuple[str, int]) -> tuple[int, int]:
+  """Bytes of a layer that leave the device for an update on the host, and that come back.
+
+  Those are float32 gradients, what the device stores of the parameters, and the average; all but
+  the gradients come back.
+  """
+  passing = stored = 0
+  entries = jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_halves)
+  types = {path: masters.readable(x).dtype for path, x in entries}
+  entries = jax.tree_util.tree_leaves_with_path(state.opt_state, is_leaf=is_apart)
+  for path, leaf in entries:
+    # The first moment of each parameter has the shape of the share that a device updates.
+    names = [getattr(key, "name", "") for key in path]
+    if "mu" not in names or stack_of(path) != layer[0] or layer[1] >= count_of(layer[0], leaf):
+      continue
+    share = leaf.parts[0] if is_apart(leaf) else leaf
+    count = math.prod(share.sharding.shard_shape(share.shape))
+    passing += 4 * count
+    stored += types[path[names.index("mu") + 1 :]].itemsize * count
+    stored += 0 if state.average is None else 4 * count
+  return passing + stored, stored
+
+
+def _saving(state: TrainState, copies: bool = False) -> int:
   abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
   state = jax.tree.map(abstract, state)
   saved = jax.tree.leaves(state.for_checkpoint())
-  kept = {id(x) for x in jax.tree.leaves(state)}  # what the checkpoint takes as it is
+  # What the checkpoint takes as it is; of what the host updates in place it takes copies.
+  kept = set() if copies else {id(x) for x in jax.tree.leaves(state)}
   return sum(_bytes(x) for x in saved if lies_on_host(x) and id(x) not in kept)
 
 
@@ -119,14 +204,32 @@ def check_host_memory(built: Built) -> None:
       f"mesh.moments_in='host' needs memory of the kind {HOST}, a {device.device_kind} of this jax "
       f"has {', '.join(kinds)}; leave mesh.moments_in=device"
     )
-  plan, free = away(built.abstract_state(), mesh.moments_ahead), host_memory()
+  if mesh.moments_update == "host":
+    cpu()
+  plan, free = planned_away(built.run, built.abstract_state()), host_memory()
   here = sum(one.process_index == jax.process_index() for one in built.mesh.devices.flat)
   if plan is None or free is None:
     return
-  kept, more = here * plan.total, here * plan.saving
+  held = min(here, plan.together) if plan.leaving else here
+  kept, more = held * plan.total + here * plan.staging, held * plan.saving
   if kept + more > free:
     raise ConfigError(
       f"mesh.moments_in='host' keeps {size_of(kept)} in this host's memory and needs "
       f"{size_of(more)} more to save (devices here: {here}), got {size_of(free)} available; use "
       "optimizer.moments=bfloat16, a larger mesh.expert or mesh.shard_state, or fewer layers"
     )
+
+
+def planned_away(run: RunConfig, state: TrainState) -> Away | None:
+  """What each device of a run keeps in its host's memory; None: nothing.
+
+  Args:
+    run: resolved.
+    state: as of `away`.
+  """
+  mesh = run.mesh
+  if mesh.moments_update == "device":
+    return away(state, mesh.moments_ahead)
+  # Data ranks that share nothing have equal shards, which their host keeps and updates once.
+  apart = mesh.size // mesh.data if mesh.shard_state == "none" else mesh.size
+  return away(state, mesh.moments_ahead, computes=True, together=min(apart, HOST_DEVICES))

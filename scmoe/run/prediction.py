@@ -81,7 +81,7 @@ class Prediction:
     tensor: sums over the tensor axis; all of them are waited for.
     embedding: what data ranks that partition the embedding send; all of it is waited for.
     update: the optimizer's memory traffic, the norm of the gradients, and sums over microbatches.
-    copies: moments from and to the host's memory.
+    copies: moments from and to the host's memory; or gradients to the host, and its update.
   """
 
   computation: float
@@ -283,4 +283,7 @@ def _update(work: StepWork, machine: Machine, count: int) -> float:
   several microbatches, each adds its gradients to the totals.
   """
   added = count * ADDED * work.totals if count > 1 else 0
+  mesh = work.run.mesh
+  if mesh.moments_in == "host" and mesh.moments_update == "host":
+    return (work.totals + added) / machine.memory  # `copies` has the rest
   return (2 * work.state + 2 * work.totals + added) / machine.memory

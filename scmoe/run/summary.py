@@ -17,7 +17,7 @@ from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import dry_run
 from scmoe.run.dry_run_text import model_lines
-from scmoe.run.host_memory import away, check_host_memory, host_memory
+from scmoe.run.host_memory import check_host_memory, host_memory, planned_away
 from scmoe.run.nearest import changed_fields, on_as_many_devices, smallest_data
 from scmoe.run.sharing import bytes_per_device
 
@@ -72,7 +72,7 @@ def passes(built: build.Built, data: Any) -> list[str]:
 
 
 def _host_lines(built: build.Built) -> list[str]:
-  plan = away(built.abstract_state(), built.run.mesh.moments_ahead)
+  plan = planned_away(built.run, built.abstract_state())
   if plan is None:
     return []
   kept, more = size_of(plan.total), size_of(plan.saving)

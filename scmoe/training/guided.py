@@ -22,6 +22,7 @@ from scmoe.base.stored import StoredError, read_bytes, write_whole
 from scmoe.blocks.options import OverlapConfig
 from scmoe.profiling.program import Program, latencies
 from scmoe.training.distributed import all_agree, bytes_of_first, is_first
+from scmoe.training.host_update import host_step_of
 from scmoe.training.lowered import lower
 
 Collect = Callable[[str, Program], bytes]
@@ -40,7 +41,7 @@ class GuidedStep:
   or kept.
 
   Args:
-    step: a `jax.jit`-ed function; compiled here with the options of `overlap`.
+    step: a `jax.jit`-ed function, or a `HostStep`; compiled here with the options of `overlap`.
     overlap: see `OverlapConfig`.
     directory: where profiles are kept, one per program, jax version, device kind and device count.
     gpu: whether the step runs on NVIDIA GPUs; None: True if jax's default backend is a GPU.
@@ -139,7 +140,7 @@ class GuidedStep:
     assert self.program is not None
     if self.calls_to_profile == self.overlap.ablation.profile_runs:
       self._begin_trace()
-    out = self.program(*args)
+    out = host_step_of(self.step, self.program)(*args)
     self.called = True
     if self.calls_to_profile:
       self.calls_to_profile -= 1

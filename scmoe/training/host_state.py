@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 from scmoe.models.stacked import Apart, is_apart, leading_dimensions
 from scmoe.offload.memory import HOST
 from scmoe.training.host_arrays import is_made, made_on_host, shard_of
+from scmoe.training.kept import is_kept, pinned_stack
 from scmoe.training.masters import Halves, is_halves
 
 PyTree = Any
@@ -60,9 +61,11 @@ def _away(path: Any, x: Any) -> Any:
 def joined(tree: PyTree) -> PyTree:
   """The tree with one array [L, ...] in the host's memory in place of each `Apart`.
 
-  Works on arrays and on `jax.ShapeDtypeStruct`s. Arrays are copied by the host.
+  Works on arrays and on `jax.ShapeDtypeStruct`s. Arrays are copied by the host, and so is every
+  `Kept`.
   """
-  return jax.tree.map(lambda x: _stack(x.parts) if is_apart(x) else x, tree, is_leaf=is_apart)
+  whole = lambda x: _stack(x.parts) if is_apart(x) else x.pinned() if is_kept(x) else x
+  return jax.tree.map(whole, tree, is_leaf=is_apart)
 
 
 def divided(tree: PyTree, wanted: PyTree) -> PyTree:
@@ -70,16 +73,24 @@ def divided(tree: PyTree, wanted: PyTree) -> PyTree:
 
   Args:
     tree: arrays, in the host's memory where `wanted` has an `Apart`; or traced values.
-    wanted: from `laid_out`.
+    wanted: from `laid_out`; what it marks as absent is left out.
   """
-  leaves, structure = jax.tree.flatten(wanted, is_leaf=is_apart)
+  absent = lambda x: isinstance(x, optax.MaskedNode)
+  leaves, structure = jax.tree.flatten(wanted, is_leaf=lambda x: is_apart(x) or absent(x))
   arrays = structure.flatten_up_to(tree)
-  cut = lambda x, like: _layers(x, like) if is_apart(like) and not is_apart(x) else x
+
+  def cut(x: Any, like: Any) -> Any:
+    if absent(like):
+      return like
+    return _layers(x, like) if is_apart(like) and not is_apart(x) else x
+
   return structure.unflatten(map(cut, arrays, leaves))
 
 
 def _stack(parts: tuple[Any, ...]) -> Any:
   first, shape = parts[0], (len(parts), *parts[0].shape[1:])
+  if is_kept(first):
+    return pinned_stack(parts)
   if not is_made(first):
     return first.update(shape=shape)
   whole = lambda index, device: np.concatenate([shard_of(part, device) for part in parts])

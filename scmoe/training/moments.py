@@ -52,7 +52,7 @@ def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationEx
         return new
       # If `update` sees one layer of a stack, `layer` is its number there. The place of its first
       # element gives it the bits that an update of the whole stack would draw for it.
-      first = extra.get("layer", 0) * new.size
+      first = jnp.uint32(extra.get("layer", 0)) * jnp.uint32(new.size % 2**32)
       return rounded(new, extra["step"], zlib.crc32(name), first)
 
     return updates, jax.tree_util.tree_map_with_path(kept, after, state)
@@ -60,18 +60,18 @@ def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationEx
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def rounded(x: Array, step: Array, salt: int, first: int = 0) -> Array:
+def rounded(x: Array, step: Array, salt: int, first: Any = 0) -> Array:
   """A float32 array rounded to bfloat16, up or down at random; the expected value is `x`.
 
   Args:
     x: finite; any shape.
     step: int32 [], of the run.
     salt: uint32, different for each array of a step.
-    first: position of the first element of `x` in the array of which it is a part; 0: `x` is whole,
-      or the beginning.
+    first: position of the first element of `x` in the array of which it is a part, modulo 2^32; 0:
+      `x` is whole, or the beginning.
   """
   seed = mixed(step.astype(jnp.uint32) ^ mixed(jnp.uint32(salt)))
-  place = positions(x.shape) + jnp.uint32(first % 2**32)
+  place = positions(x.shape) + jnp.uint32(first)
   bits = mixed(place ^ seed) >> 16
   # Adding 16 random bits to a float32 carries into its upper 16 bits, which are the bfloat16, with
   # the probability (lower 16 bits) / 2^16.

@@ -105,6 +105,7 @@ _SINCE = {
     "embedding": "whole",
     "bucket_bytes": 1 << 25,
     "moments_in": "device",
+    "moments_update": "device",
     "moments_ahead": 1,
   },
   "train": {

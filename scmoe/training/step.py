@@ -20,14 +20,16 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.batch import Batch
 from scmoe.models.gradient_sums import Losses, accumulate
+from scmoe.models.stacked import is_apart
 from scmoe.parallel.gradients import global_norm
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, shardings_of
 from scmoe.training import masters
 from scmoe.training.host_arrays import to_device
 from scmoe.training.host_state import divided, joined, laid_out
+from scmoe.training.host_update import begun_on_host, make_host_step, without_kept
 from scmoe.training.optimizer import Optimizer
-from scmoe.training.share_update import gathered_again, own_shares, stored_shardings
-from scmoe.training.streamed_update import updated_by_layer
+from scmoe.training.share_update import stored_shardings
+from scmoe.training.update import Found, kept_if, left_to_host, unchanged, updated
 
 PyTree = Any
 Init = Callable[[Array], tuple[PyTree, PyTree]]
@@ -228,7 +230,21 @@ def init_state(
     the state, with `teacher` None.
   """
   abstract = dataclasses.replace(abstract, teacher=None)
+  if optimizer.on_host is not None and optimizer.on_host.computes and _in_layers(abstract):
+    # The host makes the moments; pinned memory holds only the lower halves for a moment.
+    made = dataclasses.replace(without_kept(abstract), params=abstract.params)
+    state = _made(init, optimizer, seed, made, params)
+    return begun_on_host(state, abstract)
+  return _made(init, optimizer, seed, abstract, params)
 
+
+def _in_layers(abstract: TrainState) -> bool:
+  return any(map(is_apart, jax.tree.leaves(abstract.opt_state, is_leaf=is_apart)))
+
+
+def _made(
+  init: Init, optimizer: Optimizer, seed: int, abstract: TrainState, params: PyTree
+) -> TrainState:
   def make(params: PyTree) -> TrainState:
     state = _fresh(init, optimizer, seed)
     if params is None:
@@ -266,8 +282,12 @@ def make_train_step(
   The results are those of `make_local_step`.
   """
   mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-  specs = jax.tree.map(lambda s: s.spec, shardings_of(abstract))
   how: Any = {"gradient_dtype": gradient_dtype, "flight": flight, "repeats": repeats}
+  if optimizer.on_host is not None and optimizer.on_host.computes:
+    specs = masters.readable(jax.tree.map(lambda s: s.spec, shardings_of(abstract.params)))
+    leaving = make_local_step(objective, optimizer, specs, leave=True, **how)
+    return make_host_step(leaving, optimizer, abstract, compiler_options)
+  specs = jax.tree.map(lambda s: s.spec, shardings_of(abstract))
   local_step = make_local_step(objective, optimizer, masters.readable(specs.params), **how)
   everywhere: NamedSharding = replicated(mesh)
   shardings = shardings_of(abstract)
@@ -288,6 +308,7 @@ def make_local_step(
   gradient_dtype: str = "float32",
   flight: int = 1,
   repeats: bool = False,
+  leave: bool = False,
 ) -> Step:
   """The step of one device in the manual region: (state, batch) -> (state, scalars, arrays).
 
@@ -302,13 +323,15 @@ def make_local_step(
       (`Objective.left_over`): the step then changes no bit of the state, the counters included.
     params_specs: PartitionSpecs like the parameters; not read if the optimizer has `shares`, which
       hold specs of their own.
+    leave: leave the update to the host: the state has None in place of what an update changes, and
+      a fourth result is the `Left`.
   """
   shares = optimizer.shares
   whole_specs = update_specs = params_specs
   if shares is not None:
     whole_specs, update_specs = shares.specs, shares.share_specs
 
-  def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
+  def local_step(state: TrainState, batch: Batch) -> Any:
     own = objective if state.teacher is None else objective.taught(state.teacher)
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
     # Parameters that are not stored in halves (`masters`) are cast here, once per step: inside
@@ -337,7 +360,10 @@ def make_local_step(
       over = own.left_over(aux) if repeats else None
       if over is not None:
         good = good & ~over
-      new = _updated(state, grads, norm, router, optimizer, good, loss)
+      found = Found(loss, norm, good)
+      left = left_to_host(state, grads, optimizer, found) if leave else None
+      changed = unchanged() if leave else updated(state, grads, optimizer, found)
+      new = _after(state, changed, router, optimizer, found)
       if over is not None:
         new = _uncounted(new, state, over)
     with jax.named_scope("statistics"):
@@ -349,72 +375,47 @@ def make_local_step(
       scalars["loss_scale"] = factor
     if spike is not None:
       scalars["spike"] = spike
-    return new, scalars, arrays
+    return (new, scalars, arrays, left) if leave else (new, scalars, arrays)
 
   return local_step
 
 
-def _updated(
+def _after(
   state: TrainState,
-  grads: PyTree,
-  norm: Array,
+  changed: dict[str, PyTree],
   router: PyTree,
   optimizer: Optimizer,
-  good: Array,
-  loss: Array,
+  found: Found,
 ) -> TrainState:
-  """The state after the step; if the step is not `good`, only counters and loss scale change.
+  """The state after the step; if the step is not good, only counters and loss scale change.
 
   Args:
     state: before the step.
-    grads: this device's shares, summed over devices, divided by the loss scale, not clipped.
-    norm: their global norm, float32 [].
+    changed: parameters, optimizer's state and average after the step.
     router: the router state after a good step.
     optimizer: see `make_optimizer`.
-    good: bool [], False to skip the step.
-    loss: float32 [].
+    found: loss, norm, and whether the step is good.
   """
-  own = own_shares(state.params, optimizer.shares)
-  given = {"params": own, "opt_state": state.opt_state, "average": state.average}
-  keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
-
-  def update(grads: PyTree, old: dict[str, PyTree], layer: int = 0) -> dict[str, PyTree]:
-    before, rule = masters.to_float32(old["params"]), optimizer.average
-    updates, opt_state = optimizer.tx.update(
-      grads, old["opt_state"], before, step=state.step, norm=norm, layer=layer
-    )
-    params, average = optax.apply_updates(before, updates), old["average"]
-    if rule is not None:
-      average = keep(rule.after(average, params, state.step), average)
-    kept = masters.like(keep(params, before), old["params"])
-    return {"params": kept, "opt_state": keep(opt_state, old["opt_state"]), "average": average}
-
-  if optimizer.on_host is None:
-    new = update(grads, given)
-  else:
-    new = updated_by_layer(update, grads, given, optimizer.on_host, norm)
-  missed = 1 - good.astype(jnp.int32)
+  missed = 1 - found.good.astype(jnp.int32)
   scaling, scale, failed = optimizer.scaling, state.scale, missed
   if scaling is not None:
     # If the loss is finite and a gradient is not, it is an overflow: the loss's factor was too
     # large. While the factor can still fall, such a step does not count in `skipped_in_row`.
-    overflow = jnp.isfinite(loss) & ~jnp.isfinite(norm)
+    overflow = jnp.isfinite(found.loss) & ~jnp.isfinite(found.norm)
     failed = missed * (1 - (overflow & scaling.may_fall(scale)).astype(jnp.int32))
-    scale = scaling.after(scale, jnp.isfinite(loss) & jnp.isfinite(norm))
+    scale = scaling.after(scale, jnp.isfinite(found.loss) & jnp.isfinite(found.norm))
   return TrainState(
     step=state.step + 1,
-    params=gathered_again(new["params"], optimizer.shares),
-    opt_state=new["opt_state"],
-    router=keep(router, state.router),
+    router=kept_if(found.good, router, state.router),
     rng=state.rng,
     skipped=state.skipped + missed,
     skipped_in_row=(state.skipped_in_row + failed) * missed,
     scale=scale,
     recent=None
     if optimizer.spikes is None
-    else optimizer.spikes.after(state.recent, loss, norm, good),
-    average=new["average"],
+    else optimizer.spikes.after(state.recent, found.loss, found.norm, found.good),
     teacher=state.teacher,
+    **changed,
   )
 
 

@@ -47,10 +47,14 @@ class OnHost:
 
   Attributes:
     ahead: number of layers whose moments are fetched while the layers before them are updated and
-      stored; 0: each layer's moments are fetched when the layer before has been stored.
+      stored; 0: each layer's moments are fetched when the layer before has been stored. If the host
+      computes the update, its gradients leave the device ahead instead.
+    computes: whether the host computes the update (`scmoe.training.host_update`), so that moments
+      and lower halves stay where they are.
   """
 
   ahead: int = 1
+  computes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +79,12 @@ def layers_of(tree: PyTree) -> list[Layer]:
   counts: dict[str, int] = {"": 0}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_apart):
     stack = stack_of(path)
-    counts[stack] = max(counts.get(stack, 0), _count(stack, leaf))
+    counts[stack] = max(counts.get(stack, 0), count_of(stack, leaf))
   return [Layer(stack, i) for stack, count in counts.items() for i in range(count)]
 
 
-def _count(stack: str, leaf: Any) -> int:
+def count_of(stack: str, leaf: Any) -> int:
+  """Number of layers of an array or `Apart` of this stack; 1 beside the stacks."""
   return len(leaf.parts) if is_apart(leaf) else leaf.shape[0] if stack else 1
 
 
@@ -115,10 +120,10 @@ def updated_by_layer(
   for i, layer in enumerate(layers):
     here = [slot.here(layer) if x is None else x for slot, x in zip(slots, fetched[i])]
     old = structure.unflatten(ABSENT if x is None else x for x in here)
-    changed = update(_cut(grads, layer), _present(old), layer.index)
+    changed = update(_cut(grads, layer), present(old), layer.index)
     # Thanks to this barrier XLA compiles a layer's update to the same kernels as an update of whole
     # stacks.
-    new = barrier(structure.flatten_up_to(_completed(changed, old)))
+    new = barrier(structure.flatten_up_to(completed(changed, old)))
     stored = [slot.to_host(x, layer) for slot, x in zip(slots, new)]
     if i + first < len(layers):
       # `norm` passes through every barrier and so makes a chain of them: this fetch waits for the
@@ -130,13 +135,13 @@ def updated_by_layer(
   return structure.unflatten(x if slot.shared else slot.value for slot, x in zip(slots, new))
 
 
-def _present(tree: PyTree) -> PyTree:
+def present(tree: PyTree) -> PyTree:
   """The tree with one `ABSENT` in place of each `Halves` whose two arrays are `ABSENT`."""
   absent = lambda x: is_halves(x) and _is_absent(x.low)
   return jax.tree.map(lambda x: ABSENT if absent(x) else x, tree, is_leaf=is_halves)
 
 
-def _completed(tree: PyTree, like: PyTree) -> PyTree:
+def completed(tree: PyTree, like: PyTree) -> PyTree:
   """The tree with the `Halves` of `like` in place of each `ABSENT` that `_present` put there."""
   again = lambda old, new: old if _is_absent(new) else new
   return jax.tree.map(again, like, tree, is_leaf=is_halves)
@@ -183,7 +188,7 @@ class _Slot:
   def _is_of(self, layer: Layer) -> bool:
     if self.stack != layer.stack:
       return False
-    return layer.index < _count(self.stack, self.value)
+    return layer.index < count_of(self.stack, self.value)
 
   def away(self, layer: Layer) -> Any:
     """The slot's array of this layer, if it lies in the host's memory; else None."""

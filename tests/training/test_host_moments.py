@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from scmoe.base.errors import ConfigError
 from scmoe.models.config import ModelConfig
@@ -19,9 +22,11 @@ from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import dry_run
 from scmoe.run.host_memory import Away, away, check_host_memory
 from scmoe.training import fingerprint
+from scmoe.training import kept as kept_module
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.fingerprint import survey
 from scmoe.training.host_arrays import lies_on_host
+from scmoe.training.kept import Groups, is_kept
 from scmoe.training.options import (
   CheckpointConfig,
   OptimizerAblation,
@@ -38,6 +43,11 @@ LENGTH, ROWS, STEPS = 8, 8, 4
 BAD = 1  # the step that is skipped, because a norm's scale is infinite
 # Without fused multiply-adds: which products and sums become one depends on the kernel around them.
 EXACT = {"xla_cpu_max_isa": "AVX"}
+PLACES = {
+  "device": {},
+  "host": {"moments_in": "host"},
+  "computed": {"moments_in": "host", "moments_update": "host"},
+}
 HALVES = OptimizerAblation(masters="halves")
 CLIPPED = OptimizerConfig(
   moments="bfloat16", ema=0.9, warmup_steps=1, clip_norm=0.5, ablation=HALVES
@@ -48,7 +58,7 @@ def built(
   place, ahead=1, mode="moments", data=2, optimizer=CLIPPED, rows=ROWS // 2, layers=MODEL.num_layers
 ):
   """A run of `ROWS` rows a step, `rows` in a microbatch, on data x expert=2 devices."""
-  mesh = MeshConfig(data, 2, 1, shard_state=mode, moments_in=place, moments_ahead=ahead)
+  mesh = MeshConfig(data, 2, 1, shard_state=mode, moments_ahead=ahead, **PLACES[place])
   train = TrainConfig(batch_size=rows, tokens_per_step=ROWS * LENGTH, steps=8)
   model = dataclasses.replace(MODEL, num_layers=layers)
   run = RunConfig(model=model, optimizer=optimizer, mesh=mesh, train=train)
@@ -58,14 +68,25 @@ def built(
 
 
 @functools.cache
-def stepped(place):
-  """(the run, its state after `STEPS` steps, whether each step was good)."""
+def step_of(place):
+  """(the run, its compiled step, one batch)."""
   own = built(place)
+  step = make_train_step(own.objective, own.optimizer, own.abstract_state(), compiler_options=EXACT)
+  return own, step, jax.device_put(own.random_batch(), batch_sharding(own.mesh, leading=1))
+
+
+@functools.cache
+def stepped(place, stored=-1):
+  """(the run, its state after `STEPS` steps, whether each step was good).
+
+  Step `stored` begins from the state that a checkpoint would hold.
+  """
+  own, step, batch = step_of(place)
   abstract = own.abstract_state()
   state, good = init_state(own.init, own.optimizer, 0, abstract), []
-  step = make_train_step(own.objective, own.optimizer, abstract, compiler_options=EXACT)
-  batch = jax.device_put(own.random_batch(), batch_sharding(own.mesh, leading=1))
   for number in range(STEPS):
+    if number == stored:
+      state = state.for_checkpoint().like(abstract).placed(abstract)
     norm = state.params["norm"]
     scale, at = np.asarray(norm["scale"]), norm["scale"].sharding
     if number == BAD:
@@ -90,6 +111,54 @@ def test_the_steps_are_the_same_bit_for_bit():
   got = named_bits(state.for_checkpoint())
   assert got == named_bits(want.for_checkpoint())
   assert all(map(lies_on_host, jax.tree.leaves(own.abstract_state().opt_state)[1:]))
+
+
+def test_the_host_computes_the_same_update():
+  """XLA orders the sums of a gradient otherwise if the gradient leaves the program.
+
+  So float32 numbers may differ in their last bits, and a moment may be rounded to the next
+  bfloat16.
+  """
+  _, state, good = stepped("computed")
+  _, want, same = stepped("device")
+  assert good == same
+  pairs = zip(*(jax.tree.leaves(x.for_checkpoint()) for x in (state, want)), strict=True)
+  for x, right in pairs:
+    x, right = np.asarray(x), np.asarray(right)
+    wide, exact = x.astype(np.float64), right.astype(np.float64)
+    if x.dtype == jnp.bfloat16:
+      assert (wide != exact).mean() <= 0.01
+      np.testing.assert_allclose(wide, exact, rtol=2**-7)
+    else:
+      np.testing.assert_allclose(wide, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
+
+
+def test_a_run_whose_host_computes_goes_on_bit_for_bit():
+  """From a checkpoint, whose arrays lie in pinned memory, and without gradients sent ahead."""
+  _, step, _ = step_of("computed")
+  want = named_bits(stepped("computed")[1].for_checkpoint())
+  step.ahead = 0
+  assert named_bits(stepped("computed", stored=2)[1].for_checkpoint()) == want
+  step.ahead = 1
+
+
+def test_devices_with_equal_shards_share_what_the_host_keeps():
+  """Ranks of `data` do, if they share no state; then the host updates two shards, not four."""
+  kept = lambda mode: jax.tree.leaves(built("computed", mode=mode).abstract_state().opt_state)
+  of = lambda mode: Groups([x for x in kept(mode) if lies_on_host(x)])
+  assert [len(of(mode).members) for mode in ("none", "moments")] == [2, 4]
+  groups = of("none")
+  first, second = (sorted(device.id for device in group) for group in groups.members)
+  assert (first, second) == ([0, 2], [1, 3])
+  assert {groups.of[device] for device in groups.members[1]} == {1}
+
+
+def test_the_host_s_update_needs_adam_and_a_cpu(monkeypatch):
+  with pytest.raises(ConfigError, match=r"computes AdamW, got optimizer.name='muon'"):
+    built("computed", optimizer=OptimizerConfig(name="muon"))
+  monkeypatch.setattr(kept_module, "host_device", lambda: None)
+  with pytest.raises(ConfigError, match=r"which JAX_PLATFORMS leaves out; add cpu"):
+    check_host_memory(built("computed"))
 
 
 @pytest.mark.nightly  # by day AdamW, and Muon on the device in test_state_shares.py
@@ -130,7 +199,9 @@ def test_only_counters_and_what_the_model_reads_lie_on_the_device():
   assert {len(x.parts) for x in parts} == {MODEL.num_layers}
 
 
-@pytest.mark.parametrize(("place", "other"), [("host", "device"), ("device", "host")])
+@pytest.mark.parametrize(
+  ("place", "other"), [("host", "device"), ("device", "host"), ("computed", "device")]
+)
 def test_a_checkpoint_loads_in_the_other_place(place, other, tmp_path):
   """Also on another mesh, where ranks share nothing."""
   own, state, _ = stepped(place)
@@ -163,6 +234,40 @@ def test_the_plan_is_what_the_arrays_are():
   assert len(layers) == 1 + MODEL.num_layers
   assert len(set(layers[1:])) == 1
   assert plan.memory.arriving == max(layers[0] + layers[1], 2 * layers[1])
+
+
+def test_the_plan_of_an_update_by_the_host():
+  """Kept are as many bytes; gradients, upper halves, norms and average pass, none of them twice."""
+  own, state, _ = stepped("computed")
+  plan = dry_run(own.run).away
+  parts = jax.tree.leaves((state.params, state.opt_state))
+  held = sum(x.shards[0].nbytes for x in parts if is_kept(x))
+  assert plan.total == held == dry_run(built("host").run).away.total
+  shared = own.optimizer.shares.share_specs
+  counts = [
+    NamedSharding(own.mesh, spec).shard_shape(x.shape)
+    for x, spec in zip(jax.tree.leaves(state.average), jax.tree.leaves(shared), strict=True)
+  ]
+  elements = sum(map(math.prod, counts))
+  readable = jax.tree.leaves(state.readable().params)
+  stored = sum(x.dtype.itemsize * math.prod(n) for x, n in zip(readable, counts, strict=True))
+  assert sum(plan.arriving) == stored + 4 * elements
+  assert sum(plan.leaving) == sum(plan.arriving) + 4 * elements
+  assert (len(plan.layers), plan.together) == (1 + MODEL.num_layers, 4)
+  assert plan.saving > plan.total
+
+
+def test_the_model_of_the_host_s_update_by_hand(monkeypatch):
+  """Two layers of 4 bytes, 2 leave and 1 comes back; link and host have 1 byte/s."""
+  monkeypatch.setattr(host_memory_module, "HOST_RATE", 1.0)
+  layers = ((4, 4), (2, 2), (1, 1))
+  of = lambda ahead, together=1: Away(layers[0], ahead, 0, *layers[1:], together)
+  # leaves 0 to 2, update to 16, the second layer leaves meanwhile, update to 30, comes back at 31
+  assert of(1).seconds(1.0) == 31
+  # ... comes back at 17, the second leaves to 19, update to 33, comes back at 34
+  assert of(0).seconds(1.0) == 34
+  assert of(1, together=2).seconds(1.0) == 59
+  assert (of(1).on_device, of(1).staging, of(0).staging) == (3, 4, 2)
 
 
 def region(jaxpr):

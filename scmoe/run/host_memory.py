@@ -221,7 +221,7 @@ def check_host_memory(built: Built) -> None:
 
 
 def planned_away(run: RunConfig, state: TrainState) -> Away | None:
-  """What each device of a run keeps in its host's memory; None: nothing.
+  """Counts the bytes that each device of a run keeps in its host's memory; None: nothing.
 
   Args:
     run: resolved.

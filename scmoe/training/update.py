@@ -19,7 +19,7 @@ PARTS = ("params", "opt_state", "average")  # the fields of a state that an upda
 
 
 class Left(NamedTuple):
-  """What the program of a step leaves to the host.
+  """The values that the program of a step leaves to the host.
 
   Attributes:
     near: `params`, `opt_state` and `average`, with `ABSENT` in place of all that the host keeps.
@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
 
 def left_to_host(state: Any, grads: PyTree, optimizer: Optimizer, found: Found) -> Left:
-  """What `updated` would read, for the host; arguments as of `updated`."""
+  """Gathers for the host the arrays that `updated` would read; arguments as of `updated`."""
   own = own_shares(state.params, optimizer.shares)
   near = {"params": own, "opt_state": state.opt_state, "average": state.average}
   return Left(near, grads, state.step, found.norm, found.good)

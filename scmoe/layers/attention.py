@@ -16,9 +16,9 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option, section
 from scmoe.kernels.grouped_matmul.activations import clamped
 from scmoe.layers.divided_rows import attend
-from scmoe.layers.dot_product import attend_stored, cache_length
+from scmoe.layers.dot_product import cache_length
 from scmoe.layers.norm import rms_normalised
-from scmoe.layers.pages import PageTable, read, written
+from scmoe.layers.pages import PageTable, attend_over, written
 from scmoe.layers.rope import RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import TOKEN_AXES, axis_size
@@ -336,9 +336,8 @@ class Attention(nnx.Module):
       causal = self.config.causal
       y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, causal=causal, **options)
     else:
-      own = (read(x, cache.table) for x in (cache.k_BSHN, cache.v_BSHN))
-      keys, values = (x.astype(q_BSHN.dtype) for x in own)
-      y_BSHN = attend_stored(q_BSHN, keys, values, positions_BS, **options)
+      own = cache.k_BSHN, cache.v_BSHN, positions_BS, cache.table
+      y_BSHN = attend_over(q_BSHN, *own, **options)
     return self.over_devices(self.out_of_heads(y_BSHN)), cache
 
   def over_devices(self, y_BSD: Array) -> Array:

@@ -21,7 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scmoe.layers.dot_product import stored
+from scmoe.kernels.one_row import attention as one_token
+from scmoe.kernels.one_row.without_gradient import without_gradient
+from scmoe.layers.dot_product import attend_stored, stored
 
 NO_PAGE = 2**30  # past the end of every pool
 
@@ -81,6 +83,53 @@ def read(cache: Array, table: PageTable | None) -> Array:
   rows = pages.reshape(pages.shape[0], -1, *cache.shape[2:])
   seen_BT = jnp.arange(rows.shape[1]) <= table.last_B[:, None]
   return jnp.where(seen_BT.reshape(*seen_BT.shape, *[1] * (rows.ndim - 2)), rows, 0)
+
+
+def attend_over(
+  q_BSHN: Array,
+  k_cache: Array,
+  v_cache: Array,
+  positions_BS: Array,
+  table: PageTable | None,
+  *,
+  scale: float | None = None,
+  window: int = 0,
+  sinks_H: Array | None = None,
+  chunk: int = 0,
+  full: Array | None = None,
+) -> Array:
+  """`attend_stored` over caches of rows, or with a table over pools of pages: [B, S, H, N].
+
+  With a table and one token per row our kernel reads the pages where they lie, and only up to the
+  row's token, where it takes the arrays and there are no sinks, no chunks and no `full`. Everything
+  else, and every gradient, needs the copies of `read`: as long as the longest row of the table has
+  room for, for every row.
+
+  Args:
+    q_BSHN: queries of the new tokens.
+    k_cache, v_cache: caches or pools that contain the new tokens' keys and values already.
+    positions_BS: int32 position of each new token.
+    table: as for `written`.
+    scale, window, sinks_H, chunk, full: as for `attend_stored`.
+  """
+  special: dict[str, Any] = {"sinks_H": sinks_H, "chunk": chunk, "full": full}
+
+  def copied(q: Array, k: Array, v: Array, positions: Array, table: PageTable | None) -> Array:
+    k, v = (read(x, table).astype(q.dtype) for x in (k, v))
+    return attend_stored(q, k, v, positions, scale=scale, window=window, **special)
+
+  given = q_BSHN, k_cache, v_cache, positions_BS, table
+  plain = sinks_H is None and full is None and not chunk
+  if table is None or not plain or not one_token.takes(q_BSHN, k_cache, v_cache):
+    return copied(*given)
+  factor = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
+
+  def in_place(q: Array, k: Array, v: Array, positions: Array, table: PageTable) -> Array:
+    del positions  # a row's only token is its last one
+    rows = table.page_BP, table.last_B
+    return one_token.attend_pages(q[:, 0], k, v, *rows, scale=factor, window=window)[:, None]
+
+  return without_gradient(in_place, copied, *given)
 
 
 def with_table(caches: Any, table: PageTable | None) -> Any:

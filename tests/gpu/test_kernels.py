@@ -38,6 +38,7 @@ from scmoe.kernels.one_row.attention import (
   PartialAttention,
   PartialProjections,
   attend_cache,
+  attend_pages,
   attend_partial,
 )
 from scmoe.kernels.permute import take_rows
@@ -467,6 +468,32 @@ def test_attention_of_a_token(normal, heads, kv_heads, width, length, window, ro
         scores = jnp.einsum("hn,thn->ht", q[r].astype(jnp.float32), wide(k)) * width**-0.5
         want = jnp.einsum("ht,thn->hn", jax.nn.softmax(scores), wide(v))
       assert relative_error(got[r], want) < 3e-3, (r, position)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize(
+  ("heads", "kv_heads", "width", "page", "window"),
+  [(16, 16, 128, 64, 0), (32, 8, 128, 128, 0), (16, 4, 64, 64, 100)],
+)
+def test_attention_over_pages(normal, heads, kv_heads, width, page, window, rows):
+  """As over rows' own caches of the same positions; what no row sees is infinite."""
+  length = 768
+  lasts = [(-1, 389, 63, 64, 0, length - 1)[(r + rows) % 6] for r in range(rows)]
+  count = length // page
+  table = jax.random.permutation(jax.random.key(0), rows * count).reshape(rows, count)
+  last, q = jnp.asarray(lasts, jnp.int32), 3 * normal(rows, heads, width)
+  k, v = (normal(rows, length, kv_heads, width) for _ in range(2))
+  seen = (jnp.arange(length) <= last[:, None])[..., None, None]
+  pools = []
+  for cache in (k, v):
+    own = jnp.where(seen, cache, jnp.inf).reshape(rows * count, page, kv_heads, width)
+    pools.append(jnp.zeros_like(own).at[table.reshape(-1)].set(own))
+  options = {"scale": width**-0.5, "window": window}
+  run, plain = (jax.jit(functools.partial(f, **options)) for f in (attend_pages, attend_cache))
+  table = jnp.where(jnp.arange(count) * page <= last[:, None], table, 2**30)
+  got, want = run(q, *pools, table, last), plain(q, k, v, jnp.maximum(last, 0))
+  assert relative_error(got, jnp.where(last[:, None, None] >= 0, want, 0)) < 1e-3
+  assert not jnp.isnan(got).any()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from scmoe.inference.sampling import Sampling, sample
 from scmoe.inference.serving.draw import Draws, Needs, draw
 from scmoe.inference.serving.jobs import NEWEST, Statistics
 from scmoe.inference.serving.pool import FreePages, widths
+from scmoe.inference.serving.programs import Piece
 from scmoe.inference.serving.requests import Answer, Ending, Request
 from scmoe.inference.serving.server import Server
 from scmoe.models.config import ModelConfig
@@ -109,6 +110,32 @@ def test_requests_that_come_later_join_the_batch():
   got |= {answer.id: answer for answer in server}
   assert [got[i].tokens for i in range(len(asked))] == [want for _, want in asked]
   assert 1 < server.statistics.occupancy <= 3
+
+
+def test_a_prompt_can_have_several_pieces_in_a_program():
+  """Four pieces of 16 tokens where they read more than one of 64; answers are the requests' own."""
+  model, rng = make_model(context=80), np.random.default_rng(3)
+  texts = [rng.integers(0, VOCAB, count).tolist() for count in (40, 20, 30, 70)]
+  want = generate(model, texts, Sampling(0.0), max_new_tokens=4)
+  shapes = []
+
+  def noting(program):
+    def call(params, router, caches, token, own, draws):
+      if isinstance(own, Piece):
+        shapes.append((own.tokens_RC.shape, own.count_R.tolist()))
+      return program(params, router, caches, token, own, draws)
+
+    return call
+
+  server = Server(model, slots=4, page_tokens=16, prefill_tokens=64, prepare=noting)
+  asked = [{"prompt": text, "max_new_tokens": 4, "temperature": 0} for text in texts]
+  assert [answer.tokens for answer in answers(server, asked)] == want
+  # The third program could read the last 54 tokens by pieces of either width.
+  assert shapes == [
+    ((4, 16), [16, 16, 8, 16]),
+    ((4, 16), [4, 16, 14, 16]),
+    ((1, 64), [54]),
+  ]
 
 
 ARCHITECTURES = {

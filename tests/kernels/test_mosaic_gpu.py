@@ -54,10 +54,12 @@ from scmoe.kernels.one_row.attention import (
   PartialAttention,
   PartialProjections,
   attend_cache,
+  attend_pages,
   attend_partial,
 )
 from scmoe.kernels.permute.positions import running_positions_kernel
 from scmoe.kernels.top_k import GateOutput, gate_product, gate_top_k, gate_under_norm
+from scmoe.layers.pages import PageTable, attend_over
 
 SIZES = [60, 0, 70]
 # A tiling for each way in which two CTAs share an operand, cooperative and ping-pong.
@@ -966,6 +968,48 @@ def test_attention_of_a_token_simulated(heads, kv_heads, width, length, window, 
       assert relative_error(got[r], want) < 3e-3, position
 
 
+@needs_new_simulation
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of infinite keys
+@pytest.mark.parametrize(
+  ("heads", "kv_heads", "width", "page", "window", "lasts", "num_sms"),
+  [
+    (4, 2, 64, 64, 0, (-1, 63, 64, 150), 2),
+    (2, 1, 64, 128, 100, (200, -1, 30), 2),
+    (1, 1, 128, 64, 0, (-1,), 8),
+    (1, 1, 128, 64, 0, (320,), 8),
+  ],
+  ids=["shared keys", "pages of two blocks, window", "a row without a token", "several CTAs"],
+)
+def test_attention_over_pages_simulated(
+  monkeypatch, heads, kv_heads, width, page, window, lasts, num_sms
+):
+  """As over rows' own caches; positions that no row sees hold infinities, idle rows get zeros."""
+  take = functools.partial(decode_attention.takes, backend="mosaic_gpu")
+  monkeypatch.setattr(decode_attention, "takes", take)
+  rows, columns = len(lasts), 384 // page
+  order = np.random.default_rng(0).permutation(rows * columns + 1)
+  table = np.full((rows, columns), 2**30, np.int32)
+  pools = [np.full((len(order), page, kv_heads, width), np.inf, np.float32) for _ in range(2)]
+  caches = [np.array(normal(i, rows, 384, kv_heads, width), np.float32) for i in (1, 2)]
+  for r, last in enumerate(lasts):
+    for column in range(-(-(last + 1) // page)):
+      table[r, column] = own = order[r * columns + column]
+      count = min(page, last + 1 - column * page)
+      for pool, cache in zip(pools, caches):
+        pool[own, :count] = cache[r, column * page : column * page + count]
+  q = 3 * normal(0, rows, heads, width)
+  (k, v), caches = ([jnp.asarray(x, q.dtype) for x in both] for both in (pools, caches))
+  options = {"scale": width**-0.5, "window": window}
+  with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
+    last = jnp.asarray(lasts, jnp.int32)
+    at = jnp.maximum(last, 0)
+    own = k, v, at[:, None], PageTable(jnp.asarray(table), last)
+    got = attend_over(q[:, None], *own, **options)[:, 0]
+    want = attend_cache(q, *caches, at, **options)
+  for r, last in enumerate(lasts):
+    np.testing.assert_array_equal(got[r], want[r] if last >= 0 else jnp.zeros_like(want[r]))
+
+
 def _unfinished(heads, kv_heads, width, turned=True):
   angle = 0.1 * np.arange(width // 2)
   turn = jnp.asarray([np.sin(angle), np.cos(angle)], jnp.float32) if turned else None
@@ -1031,12 +1075,16 @@ def test_products_of_a_token_that_is_not_joined_simulated(heads, width):
 
 def test_attention_of_a_token_lowers():
   of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
-  run = functools.partial(attend_cache, scale=0.1)
+  run, over_pages = (functools.partial(f, scale=0.1) for f in (attend_cache, attend_pages))
   for heads, kv_heads, width, length in ((16, 16, 128, 256), (16, 16, 64, 256), (32, 8, 128, 4096)):
     for rows in (1, 64):
       caches = of(rows, length, kv_heads, width)
       args = of(rows, heads, width), caches, caches, of(rows, dtype=jnp.int32)
       text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+      assert text.count("custom_call @mosaic_gpu") == 1
+      pool, table = of(100, 64, kv_heads, width), of(rows, length // 64, dtype=jnp.int32)
+      args = args[0], pool, pool, table, args[3]
+      text = jax.jit(over_pages).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
       assert text.count("custom_call @mosaic_gpu") == 1
     cache, here = of(length, kv_heads, width), of(1, dtype=jnp.int32)
     if not KERNELS_WRITE_IN_PLACE:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -184,6 +185,23 @@ class Part:
   def reading(self) -> list[Job]:
     """The part's requests with tokens of `text` that no program has been given, oldest first."""
     return sorted((job for job in self.jobs if job.unread), key=lambda job: job.number)
+
+  def pieces(self, width: int, rows: int) -> list[tuple[Job, int, int]]:
+    """The next pieces of the oldest prompts, for a program with so many rows of `width` tokens.
+
+    A prompt that is longer than a row fills several. Each of them can attend to those before it,
+    since every layer writes the keys and values of all rows before it reads any.
+
+    Returns:
+      For each piece its request, the position of its first token in `Job.text`, and its number of
+      tokens.
+    """
+    every = (
+      (job, start, min(width, len(job.text) - start))
+      for job in self.reading
+      for start in range(job.read, len(job.text), width)
+    )
+    return list(itertools.islice(every, rows))
 
   def admit(self, job: Job, pages: list[int]) -> None:
     """Gives a request a free slot, and these pages, which the caller has taken from `free`."""

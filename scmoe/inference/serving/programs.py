@@ -40,6 +40,8 @@ _ROWS = P(TOKEN_AXES)
 class Piece:
   """Pieces of prompts, at most one in each row; `count_R` is 0 for a row without one.
 
+  Several rows may hold pieces of one prompt.
+
   Attributes:
     tokens_RC: int32, padded on the right.
     start_R: int32, position of the piece's first token in its row's text: the prompt and, for a

@@ -1,11 +1,11 @@
 """Continuous batching: requests join and leave a running batch, over a pool of pages.
 
 Each turn of `Server.step` runs one step of decoding for all requests whose prompt has been read and
-that need more tokens; then one program reads a piece of each of some other requests' prompts. A
-step or program without such a request is left out. A request that ends frees its slot and its pages
-for other requests. While the device computes a turn, the host reads the tokens of the turn before.
-So the host learns one turn late that a request has drawn an end token or completed a stop; the
-token that the device has drawn for it meanwhile is thrown away.
+that need more tokens; then one program reads pieces of some other requests' prompts. A step or
+program without such a request is left out. A request that ends frees its slot and its pages for
+other requests. While the device computes a turn, the host reads the tokens of the turn before. So
+the host learns one turn late that a request has drawn an end token or completed a stop; the token
+that the device has drawn for it meanwhile is thrown away.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class Server:
     pages: pages of each part; 0: as many as all its slots need for texts as long as the model's
       context, or fewer if `cache_bytes` holds fewer.
     cache_bytes: if `pages` is 0, memory of each device for pages. 0: 0.9 of what is free, less the
-      pages of two layers, which a step copies; no limit on a device that does not say what is free.
+      pages of two layers, which a step copies where no kernel reads them in place; no limit on a
+      device that does not say what is free.
     prefill_tokens: most tokens of prompts that each turn reads on each part.
     eos_id: an end token, or several; None: no token ends a text.
     decode: makes text of token ids; None: answers have no text, and requests no texts to stop at.
@@ -190,7 +191,8 @@ class Server:
       known = self._static.mesh.devices.flat[0].memory_stats() or {}
       pages = every
       if "bytes_limit" in known:
-        # A step copies the pages of one layer at a time, perhaps of the next one as well.
+        # Without a kernel that reads them in place (`pages.attend_over`) a step copies the pages of
+        # one layer at a time, perhaps of the next one as well.
         copied = 2 * every * size // self.config.num_layers
         free = known["bytes_limit"] - known["bytes_in_use"]
         pages = min(every, max(0, int(_FREE_SHARE * free) - copied) // size)
@@ -285,42 +287,38 @@ class Server:
       part.admit(self._waiting.popleft(), part.free.take(needed) or [])
 
   def _read_pieces(self) -> _Results | None:
-    """Runs a program over a piece of each of the oldest unread prompts that have a slot.
+    """Runs a program over the next pieces of the oldest unread prompts; None if all are read.
 
-    Returns None if no request with a slot has an unread prompt.
-
-    The pieces of a turn have one width, the room that each has for tokens. It is the smallest
-    compiled one that holds the rest of the oldest such prompt, or the largest if none does. (Each
-    part has an oldest one; the longest rest of these counts.) With 256 `prefill_tokens` the widths
-    are 64 and 256. If 40 tokens of the oldest prompt are left, the width is 64, and each part reads
-    up to 64 tokens of each of its 256 / 64 = 4 oldest such prompts. With 300 tokens left it is 256,
-    and each part reads a piece of one prompt.
+    The pieces of a turn have one width, the room that each has for tokens, and a prompt can have
+    several. It is the width at which the program reads the most tokens; if this is true of several,
+    the largest, since each piece reads all keys before it. With 256 `prefill_tokens` the widths are
+    64 and 256, so that a part reads 256 / 64 = 4 pieces or one. If 40 tokens of the oldest prompt
+    are left and 150 of the next, 4 pieces of 40, 64, 64 and 22 tokens read more than one of 40. If
+    300 are left of the oldest, both widths read 256 tokens, and one piece of 256 is read.
     """
-    reading = [part.reading for part in self._parts]
-    if not any(reading):
+    of_width = lambda width: [part.pieces(width, self._pieces[-1] // width) for part in self._parts]
+    read = lambda width: sum(count for own in of_width(width) for *_, count in own)
+    width = max(self._pieces, key=lambda width: (read(width), width))
+    rows, pieces = self._pieces[-1] // width, of_width(width)
+    if not any(pieces):
       return None
-    rest = max(job.unread for jobs in reading for job in jobs[:1])
-    width = smallest(self._pieces, rest)
-    rows = self._pieces[-1] // width
-    chosen = [(p, r, job) for p, jobs in enumerate(reading) for r, job in enumerate(jobs[:rows])]
-    last = max(job.read + min(job.unread, width) for *_, job in chosen)
     shape = len(self._parts) * rows
+    chosen = [(p * rows + r, *piece) for p, own in enumerate(pieces) for r, piece in enumerate(own)]
+    last = max(begin + size for *_, begin, size in chosen)
     tokens, following = np.zeros((2, shape, width), np.int32)
     start, count = np.zeros((2, shape), np.int32)
     slot = np.full(shape, self._slots, np.int32)
-    at_row: Rows = []
     ended: Rows = []
-    for p, r, job in chosen:
-      row, size = p * rows + r, min(job.unread, width)
-      begin, text = job.read, job.text
+    for row, job, begin, size in chosen:
+      text = job.text
       tokens[row, :size] = text[begin : begin + size]
       following[row, : len(text[begin + 1 : begin + size + 1])] = text[begin + 1 : begin + size + 1]
       start[row], count[row] = begin, size
       job.read += size
-      at_row.append((row, job))
       if not job.unread:
         slot[row] = job.slot
         ended.append((row, job))
+    at_row: Rows = [(row, job) for row, job, *_ in chosen]
     table = self._table(shape, at_row, last)
     piece = Piece(tokens, start, count, slot, table, following)
     scores = any(job.request.prompt_logprobs for _, job in at_row)
@@ -332,8 +330,7 @@ class Server:
     self.statistics.pieces += 1
     if not scores:
       return _Results(drawn, ended)
-    pieces = [(row, job, int(start[row]), int(count[row])) for row, job in at_row]
-    return _Results(drawn, ended, logprob, pieces)
+    return _Results(drawn, ended, logprob, chosen)
 
   def _add_tokens(self) -> _Results | None:
     """Runs one step of decoding for the requests that want a token; None if none does."""

@@ -89,28 +89,69 @@ def attend_cache(
   Returns:
     [R, H, N] in the dtype of the queries.
   """
-  rows, length, kv_heads, width = k_RTKN.shape
-  warpgroups = _warpgroups(rows)
-  shape = Shape(
+  shape = _of_finished(q_RHN, k_RTKN, k_RTKN.shape[1], scale=scale, window=window)
+  return _attended(q_RHN, k_RTKN, v_RTKN, position_R, shape=shape)
+
+
+def attend_pages(
+  q_RHN: Array,
+  k_GTKN: Array,
+  v_GTKN: Array,
+  page_RP: Array,
+  last_R: Array,
+  *,
+  scale: float,
+  window: int = 0,
+) -> Array:
+  """`attend_cache` over a pool of pages, of which it reads only positions that a row's token sees.
+
+  Args:
+    q_RHN: the queries of each row's token, of shapes and a dtype that the kernel `takes` with the
+      pool as cache: so a page has a multiple of 64 positions.
+    k_GTKN, v_GTKN: the pool's G pages of T positions, in the queries' dtype.
+    page_RP: int32, the pages that hold positions 0 to T - 1, T to 2 T - 1, ... of each row; any
+      number for pages that lie past the row's position.
+    last_R: int32, position of each row's token; -1 for a row without one.
+    scale, window: as for `attend_cache`.
+
+  Returns:
+    [R, H, N] in the dtype of the queries; 0 for rows without a token. No value of a position that
+    the row does not see has an influence, even if it is not finite.
+  """
+  page = k_GTKN.shape[1]
+  options = {"scale": scale, "window": window, "page": page}
+  shape = _of_finished(q_RHN, k_GTKN, page_RP.shape[1] * page, **options)
+  y_RHN = _attended(q_RHN, k_GTKN, v_GTKN, last_R, page_RP, shape=shape)
+  return y_RHN if shape.parts == 1 else jnp.where(last_R[:, None, None] >= 0, y_RHN, 0)
+
+
+def _of_finished(q_RHN: Array, k_BTKN: Array, length: int, **options: Any) -> Shape:
+  """The kernel's constants for finished queries over rows of `length` positions."""
+  rows, heads, width = q_RHN.shape
+  kv_heads, warpgroups = k_BTKN.shape[2], _warpgroups(rows)
+  return Shape(
     rows=rows,
-    heads=q_RHN.shape[1],
+    heads=heads,
     kv_heads=kv_heads,
     length=length,
     width=width,
     parts=_parts(length, rows * kv_heads, warpgroups * STAGES),
     warpgroups=warpgroups,
-    dtype=k_RTKN.dtype,
-    scale=scale,
-    window=window,
+    dtype=k_BTKN.dtype,
     partial=False,
     rotated=False,
     simulation=interpretation(),
+    **options,
   )
-  # All rows' heads, and all rows' positions, lie one after the other.
-  q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q_RHN, k_RTKN, v_RTKN))
-  found = attend((q,), k, v, position_R, shape=shape)[0]
+
+
+def _attended(q_RHN: Array, k_BTKN: Array, v_BTKN: Array, *where: Array, shape: Shape) -> Array:
+  """Runs the kernel and joins the parts; `where` are the positions, and with pages the table."""
+  # All rows' heads, and all rows' or pages' positions, lie one after the other.
+  q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q_RHN, k_BTKN, v_BTKN))
+  found = attend((q,), k, v, *where, shape=shape)[0]
   found = found if shape.parts == 1 else PartialAttention(*found, dtype=shape.dtype).joined()
-  return found.reshape(rows, -1, width)
+  return found.reshape(q_RHN.shape)
 
 
 @jax.tree_util.register_dataclass

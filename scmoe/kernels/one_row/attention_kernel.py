@@ -19,6 +19,9 @@ blocks (the online form of Milakov and Gimelshein, arXiv 1805.02867).
     6  Merge the results of the CTA's warpgroups, if it has two. Write the heads' results, or with
        several parts the results of this part.
 
+The rows' caches can be pages of a common pool. Then the kernel reads from a table where each block
+lies, and reads only blocks that the token sees.
+
 Most rows of a matrix instruction hold no query of their own. The kernel still uses this
 instruction, because it also adds up across the warps of a warpgroup. A sum of vectors would add up
 across warps through shared memory that all warpgroups of a CTA have in common.
@@ -50,11 +53,16 @@ from scmoe.kernels.one_row.attention_memory import (
   outputs,
   shared_types,
 )
-
-_UNSEEN = -1e30  # the score of a position that is masked for the token
-
-_TILE = plgpu.Layout.WGMMA
-_PER_ROW, _PER_COLUMN = _TILE.reduce(1), _TILE.reduce(0)  # one number a row, one a column
+from scmoe.kernels.one_row.running_softmax import (
+  PER_COLUMN,
+  PER_ROW,
+  TILE,
+  UNSEEN,
+  Softmax,
+  as_tile,
+  merged,
+  nothing_seen,
+)
 
 
 class _Seen(NamedTuple):
@@ -71,30 +79,21 @@ class _Seen(NamedTuple):
   end_block: Any
 
 
-class _Softmax(NamedTuple):
-  """A running softmax for each row of a tile, of which rows 0 to G - 1 hold queries.
-
-  Attributes:
-    most_M: each row's largest score so far.
-    weight_M: each row's sum of the weights e^(score - most) so far.
-    y_MN: each row's sum of values times these weights.
-  """
-
-  most_M: Any
-  weight_M: Any
-  y_MN: Any
-
-
 @functools.partial(jax.jit, static_argnames="shape")
 def attend(
-  projections: Sequence[Array], keys: Array, values: Array, position: Array, *, shape: Shape
+  projections: Sequence[Array],
+  keys: Array,
+  values: Array,
+  position: Array,
+  pages: Array | None = None,
+  *,
+  shape: Shape,
 ) -> tuple[Any, Array, Array]:
   """Runs the kernel; returns the attention of each row's token over its cache, and the caches.
 
   Args:
     projections: `Global.queries`; or `Global.sums`, and `Global.turn` for a rotation.
-    keys, values: [R T, K, N].
-    position: int32 [R].
+    keys, values, position, pages: as in `Global`.
     shape: the sizes of these arrays, and the kernel's other constants.
 
   Returns:
@@ -115,7 +114,8 @@ def attend(
     scratch_types=shared_types(shape),
   )
   caches: list[Any] = [jax.new_ref(x) if shape.partial else x for x in (keys, values)]
-  found = run(*projections, position, *caches)
+  table = () if pages is None else (pages,)
+  found = run(*projections, position, *table, *caches)
   if shape.partial:
     keys, values = (jax.freeze(ref) for ref in caches)
   return found, keys, values
@@ -136,7 +136,8 @@ class _Cta:
     shape = self.shape
     if not shape.partial:
       self.copy_queries()
-    # The position is read now and used late: without a window the first blocks do not depend on it.
+    # The position is read now and used late: without a window and pages the first blocks do not
+    # depend on it.
     self.position = self.gmem.position[self.row]
     self.copy_first_blocks()
     if shape.partial:
@@ -146,13 +147,13 @@ class _Cta:
     steps = jnp.maximum((left + shape.workers - 1) // shape.workers, 0)
     self.write_query_tile()
     self.wait_for_everyone()
-    begin = _nothing_seen(shape.width)
+    begin = nothing_seen(shape.width)
     at = lax.rem(self.position // BLOCK - seen.first_block, shape.workers)
     has_token = at == self.worker  # the worker that has the token's block adds the token itself
     if shape.partial:
       begin = self.with_token(begin, has_token)
     found = lax.fori_loop(0, steps, functools.partial(self.add_block, seen), begin)
-    if not shape.window:
+    if not self.copies_only_seen:
       self.wait_for_unused_blocks(steps)
     if shape.partial:
       self.write_token(has_token)
@@ -173,10 +174,23 @@ class _Cta:
       to = smem.in_out.at[pl.ds(0, shape.group)]
       plgpu.copy_gmem_to_smem(self.gmem.queries.at[own], to, smem.queries_arrived)
 
-  def copy_block(self, block: Any, stage: Any) -> None:
-    """Begins the copies of a block's keys and values."""
+  def place(self, block: Any) -> Any:
+    """The place in `Global.keys` at which a block of the row begins.
+
+    With pages the kernel reads it from the row's table. It has no meaning for a block past the
+    last one that the token sees, and may be called for one.
+    """
+    shape = self.shape
+    if not shape.page:
+      return self.row * shape.length + block * BLOCK
+    of_page = shape.page // BLOCK  # blocks
+    page = self.gmem.pages[self.row, jnp.minimum(block // of_page, shape.length // shape.page - 1)]
+    return page * shape.page + lax.rem(block, of_page) * BLOCK
+
+  def copy_block(self, place: Any, stage: Any) -> None:
+    """Begins the copies of the keys and values of the block that begins at `place`."""
     gmem, smem, kv, wg = self.gmem, self.smem, self.kv, self.wg
-    at = pl.ds(self.row * self.shape.length + block * BLOCK, BLOCK)
+    at = pl.ds(place, BLOCK)
     arrived = smem.block_arrived.at[wg, stage]
     plgpu.copy_gmem_to_smem(gmem.keys.at[at, kv], smem.keys.at[wg, stage], arrived)
     arrived = smem.block_arrived.at[wg, stage]
@@ -185,12 +199,21 @@ class _Cta:
   def copy_first_blocks(self) -> None:
     """Begins the copies of the worker's first two blocks.
 
-    Without a window they begin before the position is known, so some blocks may lie past it.
+    Without a window and pages they begin before the position is known, so some blocks may lie past
+    it.
     """
-    first, end = self.seen()[1:] if self.shape.window else (0, self.shape.blocks)
+    first, end = self.seen()[1:] if self.copies_only_seen else (0, self.shape.blocks)
     for stage in range(STAGES):
       block = first + self.worker + stage * self.shape.workers
-      pl.when(block < end)(functools.partial(self.copy_block, block, stage))
+      pl.when(block < end)(functools.partial(self.copy_block, self.place(block), stage))
+
+  @property
+  def copies_only_seen(self) -> bool:
+    """Whether even the first copies are only of blocks that the token sees.
+
+    With pages no others may be copied, since a row has no page for them.
+    """
+    return bool(self.shape.window or self.shape.page)
 
   def seen(self) -> _Seen:
     """The positions that the token sees in the cache, which with partial sums lacks the token."""
@@ -235,7 +258,7 @@ class _Cta:
     The kernel loads them before the partial sums: a load behind the additions of the partial sums
     would wait for the additions.
     """
-    return [load_as(self.gmem.turn.at[i], _PER_COLUMN) for i in range(2 * self.shape.rotated)]
+    return [load_as(self.gmem.turn.at[i], PER_COLUMN) for i in range(2 * self.shape.rotated)]
 
   def add_up(self, head: Any, to: Any, start: int = 0) -> None:
     """Adds up one head's partial sums, and writes the totals, rounded, to `to[start:]`.
@@ -246,7 +269,7 @@ class _Cta:
     """
     sums, width, dtype = self.gmem.sums, self.shape.width, self.shape.dtype
     whole = width % WARPGROUP == 0
-    load = lambda p, at: sums[p, at] if whole else load_as(sums.at[p, at], _PER_COLUMN)
+    load = lambda p, at: sums[p, at] if whole else load_as(sums.at[p, at], PER_COLUMN)
     size = width if whole else width // 2
     for first in range(0, width, size):
       at = pl.ds(head * width + first, size)
@@ -260,7 +283,7 @@ class _Cta:
     half = self.shape.width // 2
     places = [slice(start + first, start + first + half) for first in (0, half)]
     sin, cos = turn
-    first, second = (load_as(row.at[at], _PER_COLUMN).astype(jnp.float32) for at in places)
+    first, second = (load_as(row.at[at], PER_COLUMN).astype(jnp.float32) for at in places)
     plgpu.commit_smem()  # no thread writes before all threads have read
     for at, x in zip(places, (first * cos - second * sin, second * cos + first * sin)):
       row[at] = x.astype(self.shape.dtype)
@@ -278,7 +301,7 @@ class _Cta:
         plgpu.barrier_wait(self.smem.queries_arrived)
         # Only rows 0 to G - 1 hold queries; the others are not initialised. They do no harm, since
         # no row's result depends on another row.
-        q_MN = load_as(self.smem.in_out, _TILE)
+        q_MN = load_as(self.smem.in_out, TILE)
       self.smem.queries[...] = q_MN
       plgpu.commit_smem()
 
@@ -286,7 +309,7 @@ class _Cta:
     """The queries that `finish_projections` made, as rows of a tile; the rest repeat query 0."""
     width, query_rows = self.shape.width, self.smem.query_rows
     q_MN = self.in_every_row(query_rows.at[pl.ds(0, width)])
-    row_MN = plgpu.broadcasted_iota(jnp.int32, q_MN.shape, 0, layout=_TILE)
+    row_MN = plgpu.broadcasted_iota(jnp.int32, q_MN.shape, 0, layout=TILE)
     for g in range(1, self.shape.group):
       own = query_rows.at[pl.ds(g * width, width)]
       q_MN = jnp.where(row_MN == g, self.in_every_row(own), q_MN)
@@ -294,7 +317,7 @@ class _Cta:
 
   def in_every_row(self, row: Any) -> Any:
     """A tile that repeats `row`, one head's numbers in shared memory, in every row."""
-    return lax.broadcast_in_dim(load_as(row, _PER_COLUMN), (ROWS, self.shape.width), (1,))
+    return lax.broadcast_in_dim(load_as(row, PER_COLUMN), (ROWS, self.shape.width), (1,))
 
   def wait_for_everyone(self) -> None:
     """Lets the CTA's warpgroups wait for each other."""
@@ -303,22 +326,22 @@ class _Cta:
 
   # -- 4: blocks of the cache --------------------------------------------------------------------
 
-  def with_token(self, nothing: _Softmax, has_token: Any) -> _Softmax:
+  def with_token(self, nothing: Softmax, has_token: Any) -> Softmax:
     """A worker's running softmax before its first block, where projections are partial sums.
 
     For the worker whose turn the token's block is (`has_token`), it is the softmax of the token
     alone. For the other workers it is `nothing`.
     """
     smem = self.smem
-    q_MN = load_as(smem.queries, _TILE).astype(jnp.float32)
+    q_MN = load_as(smem.queries, TILE).astype(jnp.float32)
     rows = (smem.key_row, smem.value_row)
     k_MN, v_MN = (self.in_every_row(row).astype(jnp.float32) for row in rows)
     score_M = jnp.sum(q_MN * k_MN, axis=1) * self.shape.scale
-    one_M = plgpu.layout_cast(jnp.full((ROWS,), 1.0, jnp.float32), _PER_ROW)
+    one_M = plgpu.layout_cast(jnp.full((ROWS,), 1.0, jnp.float32), PER_ROW)
     choose = lambda a, b: jnp.where(jnp.broadcast_to(has_token, a.shape), a, b)
-    return _Softmax(*map(choose, _Softmax(score_M, one_M, v_MN), nothing))
+    return Softmax(*map(choose, Softmax(score_M, one_M, v_MN), nothing))
 
-  def add_block(self, seen: _Seen, step: Any, state: _Softmax) -> _Softmax:
+  def add_block(self, seen: _Seen, step: Any, state: Softmax) -> Softmax:
     """Adds a worker's step-th block to its running softmax, and begins the copy of a later one.
 
     Every block that is read holds at least one unmasked position, so `new_M` is a real score. The
@@ -328,7 +351,11 @@ class _Cta:
     shape, smem, wg = self.shape, self.smem, self.wg
     stage = lax.rem(step, STAGES)
     start = (seen.first_block + self.worker + step * shape.workers) * BLOCK
+    following = seen.first_block + self.worker + (step + STAGES) * shape.workers
+    place = self.place(following)  # with pages a load, which returns while the products run
     plgpu.barrier_wait(smem.block_arrived.at[wg, stage])
+    if shape.page:
+      self.clear_unseen_values(stage, start)
     score_MB = self.scores(stage, start, seen)
     new_M = jnp.maximum(state.most_M, jnp.max(score_MB, axis=1))
     share_MB = jnp.exp(score_MB - lax.broadcast_in_dim(new_M, score_MB.shape, (0,)))
@@ -339,20 +366,33 @@ class _Cta:
     plgpu.commit_smem()
     y_MN = y_MN + _product(smem.shares.at[wg], smem.values.at[wg, stage])
     plgpu.commit_smem()  # the warpgroup has read the block, which the next copy overwrites
-    following = seen.first_block + self.worker + (step + STAGES) * shape.workers
-    copy = functools.partial(self.copy_block, following, stage)
+    copy = functools.partial(self.copy_block, place, stage)
     pl.when(following < seen.end_block)(copy)
-    return _Softmax(new_M, weight_M, y_MN)
+    return Softmax(new_M, weight_M, y_MN)
+
+  def clear_unseen_values(self, stage: Any, start: Any) -> None:
+    """Sets the values past the row's position to 0, in the block that begins at position `start`.
+
+    An earlier request may have left infinite ones in the page, and 0 · inf is NaN.
+    """
+
+    @pl.when(start + BLOCK - 1 > self.position)
+    def _():
+      values = self.smem.values.at[self.wg, stage]
+      v_BN = load_as(values, TILE)
+      place_BN = start + plgpu.broadcasted_iota(jnp.int32, v_BN.shape, 0, layout=TILE)
+      values[...] = jnp.where(place_BN <= self.position, v_BN, jnp.zeros_like(v_BN))
+      plgpu.commit_smem()
 
   def scores(self, stage: Any, start: Any, seen: _Seen) -> Any:
     """The scaled scores of the block that begins at position `start`; -1e30 where masked."""
     smem, position = self.smem, self.position
     keys_NB = plgpu.transpose_ref(smem.keys.at[self.wg, stage], (1, 0))
     score_MB = _product(smem.queries, keys_NB) * self.shape.scale
-    place_MB = start + plgpu.broadcasted_iota(jnp.int32, score_MB.shape, 1, layout=_TILE)
+    place_MB = start + plgpu.broadcasted_iota(jnp.int32, score_MB.shape, 1, layout=TILE)
     after_first = place_MB >= seen.first
     before_end = (place_MB < position) if self.shape.partial else (place_MB <= position)
-    return jnp.where(after_first & before_end, score_MB, jnp.full_like(score_MB, _UNSEEN))
+    return jnp.where(after_first & before_end, score_MB, jnp.full_like(score_MB, UNSEEN))
 
   def wait_for_unused_blocks(self, steps: Any) -> None:
     """Waits for copies of first blocks that no step used: none may arrive after the CTA's end."""
@@ -376,7 +416,7 @@ class _Cta:
 
   # -- 6: the result -----------------------------------------------------------------------------
 
-  def hand_over(self, found: _Softmax) -> None:
+  def hand_over(self, found: Softmax) -> None:
     """The second warpgroup writes its running softmax to shared memory; the first waits for it."""
 
     @pl.when(self.wg == 1)
@@ -385,40 +425,40 @@ class _Cta:
 
     self.wait_for_everyone()
 
-  def store(self, found: _Softmax) -> None:
+  def store(self, found: Softmax) -> None:
     """Writes a running softmax to shared memory."""
     self.smem.y[...], self.smem.most[...] = found.y_MN, found.most_M
     self.smem.weight[...] = found.weight_M
 
-  def merged(self, own: _Softmax) -> _Softmax:
-    """This warpgroup's running softmax and the one in shared memory, as one."""
-    smem, as_tile = self.smem, functools.partial(_as_tile, shape=own.y_MN.shape)
-    others_M = load_as(smem.most, _PER_ROW)
-    both_M = jnp.maximum(own.most_M, others_M)
-    own_M, others_M = jnp.exp(own.most_M - both_M), jnp.exp(others_M - both_M)
-    weight_M = own.weight_M * own_M + load_as(smem.weight, _PER_ROW) * others_M
-    y_MN = own.y_MN * as_tile(own_M) + load_as(smem.y, _TILE) * as_tile(others_M)
-    return _Softmax(both_M, weight_M, y_MN)
-
-  def write_result(self, found: _Softmax) -> None:
+  def write_result(self, found: Softmax) -> None:
     """Writes the heads' results; with several parts, this part's sums, scores and weights."""
 
     @pl.when(self.wg == 0)
     def _():
       shape = self.shape
-      whole = self.merged(found) if shape.warpgroups > 1 else found
+      whole = found
+      if shape.warpgroups > 1:
+        smem = self.smem
+        others = (load_as(of, PER_ROW) for of in (smem.most, smem.weight))
+        whole = merged(found, Softmax(*others, load_as(smem.y, TILE)))
       write = self.quotient if shape.parts == 1 else self.part_of_result
       written, to = write(whole)
       plgpu.copy_smem_to_gmem(written.at[pl.ds(0, shape.group)], to)
 
-  def quotient(self, found: _Softmax) -> tuple[Any, Any]:
-    """Writes the result to shared memory; returns that memory, and its target in `Global.y`."""
-    in_out = self.smem.in_out
-    in_out[...] = (found.y_MN / _as_tile(found.weight_M, found.y_MN.shape)).astype(self.shape.dtype)
+  def quotient(self, found: Softmax) -> tuple[Any, Any]:
+    """Writes the result to shared memory; returns that memory, and its target in `Global.y`.
+
+    It is 0 for a row without a token, whose weights add up to 0. Otherwise they add up to 1 at
+    least, since the largest score has the weight e^0.
+    """
+    in_out, weight_M = self.smem.in_out, found.weight_M
+    if self.shape.page:
+      weight_M = jnp.maximum(weight_M, jnp.full_like(weight_M, 1.0))
+    in_out[...] = (found.y_MN / as_tile(weight_M, found.y_MN.shape)).astype(self.shape.dtype)
     plgpu.commit_smem()
     return in_out, self.gmem.y.at[pl.ds(self.first_head, self.shape.group)]
 
-  def part_of_result(self, found: _Softmax) -> tuple[Any, Any]:
+  def part_of_result(self, found: Softmax) -> tuple[Any, Any]:
     """Writes a part's results: sums to shared memory, scores and weights to global memory.
 
     The sums are those of the weighted values. The scores are each head's largest, the weights each
@@ -434,19 +474,6 @@ class _Cta:
       gmem.most[self.part, self.first_head + g] = smem.most[g]
       gmem.weight[self.part, self.first_head + g] = smem.weight[g]
     return smem.y, gmem.y.at[self.part, pl.ds(self.first_head, shape.group)]
-
-
-def _nothing_seen(width: int) -> _Softmax:
-  """A running softmax of no position."""
-  low_M = plgpu.layout_cast(jnp.full((ROWS,), _UNSEEN, jnp.float32), _PER_ROW)
-  zero_M = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _PER_ROW)
-  zero_MN = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), _TILE)
-  return _Softmax(low_M, zero_M, zero_MN)
-
-
-def _as_tile(x_M: Any, shape: tuple[int, ...]) -> Any:
-  """A tile that repeats x, one number for each row, in every column."""
-  return lax.broadcast_in_dim(x_M, shape, (0,))
 
 
 def _product(x_MK: Any, matrix_KN: Any) -> Array:

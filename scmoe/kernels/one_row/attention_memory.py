@@ -38,6 +38,8 @@ class Shape:
       the token's key and value to the cache, which does not hold them yet.
     rotated: whether the kernel, with `partial`, also rotates the queries and the key by the angles
       in `Global.turn`.
+    page: positions of a page, a multiple of 64, if the cache is a pool of pages; 0: each row has a
+      cache of its own. Not with `partial`.
     simulation: the simulation in use, or None (`launch.interpretation`).
   """
 
@@ -54,6 +56,7 @@ class Shape:
   partial: bool
   rotated: bool
   simulation: Any
+  page: int = 0
 
   @property
   def group(self) -> int:
@@ -80,8 +83,9 @@ class Global:
     sums: float32 [parts of the sum, (H + 2 K) N], partial sums of queries, keys and values; None if
       `queries` is given.
     turn: float32 [2, N/2], sine and cosine; None without a rotation.
-    position: int32 [R].
-    keys, values: [R T, K, N].
+    position: int32 [R]; with pages -1 for a row without a token.
+    pages: int32 [R, T / `Shape.page`], the pages of each row; None without pages.
+    keys, values: [R T, K, N]; with pages those of the whole pool, one page after the other.
     y: the result, [R H, N]; with several parts of a cache, each part's sums, float32 [P, R H, N].
     most, weight: float32 [P, R H], each head's largest score and sum of weights in every part (see
       `attention.PartialAttention`); None with one part.
@@ -91,6 +95,7 @@ class Global:
   sums: Any
   turn: Any
   position: Any
+  pages: Any
   keys: Any
   values: Any
   y: Any
@@ -173,6 +178,7 @@ def named(refs: Sequence[Any], shape: Shape) -> tuple[Global, Shared]:
     sums=next(rest) if shape.partial else None,
     turn=next(rest) if shape.rotated else None,
     position=next(rest),
+    pages=next(rest) if shape.page else None,
     keys=next(rest),
     values=next(rest),
     y=next(rest),

@@ -59,7 +59,7 @@ FLAGS = (
     "bytes of each device for pages, such as 8GiB; default: all slots at the model's context, or "
     "0.9 of what the model leaves free",
   ),
-  Flag("prefill_tokens", int, 256, "tokens of prompts that are read between two decoded tokens"),
+  Flag("prefill_tokens", int, 256, "most tokens of prompts that are read beside each new token"),
   Flag("max_new_tokens", int, 64, "most tokens of an answer whose request does not say it"),
   *SAMPLING_FLAGS,
   *OFFLOAD_FLAGS,
@@ -111,7 +111,8 @@ def _session(values: dict[str, Any], memory: int) -> Session:
 
   The planner, which decides where they lie, reserves memory for pages: `memory` bytes, or if that
   is 0 enough for one text of the model's context. In the second case the pool takes what is left.
-  Activations are those of one piece of `prefill_tokens`, not of all tokens in the pages.
+  Activations are those of one pass, of `prefill_tokens` and a token of each slot, not of all tokens
+  in the pages.
   """
   run = placement.on_mesh(
     InferenceFolder(values["model"], values["allow_import"]).run, values["mesh"]
@@ -124,7 +125,7 @@ def _session(values: dict[str, Any], memory: int) -> Session:
     request=offload_request(values),
     rows=values["slots"],
     longest=max(1, tokens // values["slots"]),
-    piece=min(values["prefill_tokens"], run.model.context),
+    piece=min(values["prefill_tokens"], run.model.context) + values["slots"],
     max_new_tokens=1,
     deterministic=values["deterministic"],
   )

@@ -18,7 +18,7 @@ from scmoe.kernels.grouped_matmul.activations import clamped
 from scmoe.layers.divided_rows import attend
 from scmoe.layers.dot_product import cache_length
 from scmoe.layers.norm import rms_normalised
-from scmoe.layers.pages import PageTable, attend_over, written
+from scmoe.layers.pages import Table, attend_over, by_group, written
 from scmoe.layers.rope import RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import TOKEN_AXES, axis_size
@@ -42,7 +42,7 @@ class KeyValues:
 
   k_BSHN: Array
   v_BSHN: Array
-  table: PageTable | None = None
+  table: Table = None
 
 
 @jax.tree_util.register_dataclass
@@ -336,8 +336,9 @@ class Attention(nnx.Module):
       causal = self.config.causal
       y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, causal=causal, **options)
     else:
-      own = cache.k_BSHN, cache.v_BSHN, positions_BS, cache.table
-      y_BSHN = attend_over(q_BSHN, *own, **options)
+      own = cache.k_BSHN, cache.v_BSHN
+      over = lambda table, q, positions: attend_over(q, *own, positions, table, **options)
+      y_BSHN = by_group(over, cache.table, q_BSHN, positions_BS)
     return self.over_devices(self.out_of_heads(y_BSHN)), cache
 
   def over_devices(self, y_BSD: Array) -> Array:

@@ -25,7 +25,7 @@ from scmoe.base.options import Options, option, section
 from scmoe.layers.divided_rows import attend
 from scmoe.layers.dot_product import attend_stored
 from scmoe.layers.norm import Norm
-from scmoe.layers.pages import PageTable, read, written
+from scmoe.layers.pages import PageTable, Table, by_group, read, written
 from scmoe.layers.rope import NEIGHBOURS, RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import TOKEN_AXES
@@ -45,7 +45,7 @@ class Latents:
   dimensions: ClassVar[int] = 3  # of its array, where those of several layers are not stacked
 
   latent_BSR: Array
-  table: PageTable | None = None
+  table: Table = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,10 +177,14 @@ class LatentAttention(nnx.Module):
     if cache is None or begins:
       y_BSHV = self.expanded(q_BSHN, c_BSR, k_BSN, segments_BS=segments_BS)
     else:
-      own = read(cache.latent_BSR, cache.table).astype(dtype)
-      kept = jnp.split(own, [self.config.kv_lora_rank], -1)
-      meet = self.absorbed if q_BSHN.shape[1] == 1 else self.expanded
-      y_BSHV = meet(q_BSHN, *kept, positions_BS=positions_BS)
+      pool_BSR = cache.latent_BSR
+
+      def over(table: PageTable | None, q_BSHN: Array, positions_BS: Array) -> Array:
+        kept = jnp.split(read(pool_BSR, table).astype(dtype), [self.config.kv_lora_rank], -1)
+        meet = self.absorbed if q_BSHN.shape[1] == 1 else self.expanded
+        return meet(q_BSHN, *kept, positions_BS=positions_BS)
+
+      y_BSHV = by_group(over, cache.table, q_BSHN, positions_BS)
     y_BSD = jnp.einsum("bshv,hvd->bsd", y_BSHV, self.out[...].astype(dtype))
     y_BSD = total(y_BSD, ("tensor",), "tensor")
     return (y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(dtype)), cache

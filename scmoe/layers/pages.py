@@ -15,6 +15,7 @@ and the values of other requests reach no row.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,9 +44,52 @@ class PageTable:
   last_B: Any
 
 
-def written(
-  cache: Array, new_BS: Array, positions_BS: Array | None, table: PageTable | None
-) -> Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageTables:
+  """The tables of several groups of rows in one pass; the rows of a group have equally many tokens.
+
+  The pass has one row, [1, N], with the tokens of all rows of all groups one after the other.
+  Example: a group of 64 rows of one token and one of 4 rows of 128 tokens make N = 576.
+
+  Attributes:
+    tables: each group's table.
+    tokens: for each group the number of tokens of a row, with padding.
+  """
+
+  tables: tuple[PageTable, ...]
+  tokens: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+  def groups(self, *new_1N: Array) -> list[tuple[Any, ...]]:
+    """For each group its table, and its part of each of the arrays [1, N, ...] as [B, S, ...]."""
+    found, begin = [], 0
+    for table, count in zip(self.tables, self.tokens):
+      rows = table.last_B.shape[0]
+      end = begin + rows * count
+      own = (x[0, begin:end].reshape(rows, count, *x.shape[2:]) for x in new_1N)
+      found.append((table, *own))
+      begin = end
+    return found
+
+
+Table = PageTable | PageTables | None
+
+
+def by_group(function: Callable[..., Array], table: Table, *new_BS: Array) -> Array:
+  """function(table, *new_BS); with `PageTables` the function of each group, [1, N, ...] together.
+
+  Args:
+    function: (table, arrays [B, S, ...]) -> an array [B, S, ...].
+    table: the table or tables of the pass.
+    new_BS: arrays of the new tokens.
+  """
+  if not isinstance(table, PageTables):
+    return function(table, *new_BS)
+  found = [function(*group) for group in table.groups(*new_BS)]
+  return jnp.concatenate([y.reshape(1, -1, *y.shape[2:]) for y in found], 1)
+
+
+def written(cache: Array, new_BS: Array, positions_BS: Array | None, table: Table) -> Array:
   """A cache with the new tokens' values [B, S, ...] written into it.
 
   With a table, tokens after their row's last one (`PageTable.last_B`) are not written.
@@ -58,6 +102,11 @@ def written(
   """
   if table is None:
     return stored(cache, new_BS, positions_BS)
+  if isinstance(table, PageTables):
+    assert positions_BS is not None
+    for own, new, positions in table.groups(new_BS, positions_BS):
+      cache = written(cache, new, positions, own)
+    return cache
   assert positions_BS is not None
   size, count = cache.shape[1], table.page_BP.shape[1]
   column_BS = jnp.minimum(positions_BS // size, count - 1)
@@ -132,8 +181,8 @@ def attend_over(
   return without_gradient(in_place, copied, *given)
 
 
-def with_table(caches: Any, table: PageTable | None) -> Any:
-  """Attention caches with this page table in place of the one they have; None: without a table.
+def with_table(caches: Any, table: Table) -> Any:
+  """Attention caches with this table in place of the one that they have; None: without a table.
 
   Args:
     caches: a tree of pools (`KeyValues`, `Latents`), as `Trunk.init_caches` makes it with a row for

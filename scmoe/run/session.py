@@ -51,8 +51,8 @@ class Session:
       they fit.
     rows, longest, max_new_tokens: number of prompts at once, tokens of the longest, and tokens to
       generate for each; the planner reserves memory for them.
-    piece: most tokens of prompts that a device reads in one pass; 0: all. The planner reserves
-      memory for the activations of so many.
+    piece: most tokens of a device in a pass that reads prompts; 0: all tokens of all prompts. The
+      planner reserves memory for the activations of so many.
     deterministic: see `scmoe.inference.decode.Static`.
     task: of a run of several tasks, the one whose gates the model has.
 

@@ -19,7 +19,7 @@ from scmoe.inference.sampling import Sampling, sample
 from scmoe.inference.serving.draw import Draws, Needs, draw
 from scmoe.inference.serving.jobs import NEWEST, Statistics
 from scmoe.inference.serving.pool import FreePages, widths
-from scmoe.inference.serving.programs import Piece
+from scmoe.inference.serving.programs import Turn
 from scmoe.inference.serving.requests import Answer, Ending, Request
 from scmoe.inference.serving.server import Server
 from scmoe.models.config import ModelConfig
@@ -121,8 +121,8 @@ def test_a_prompt_can_have_several_pieces_in_a_program():
 
   def noting(program):
     def call(params, router, caches, token, own, draws):
-      if isinstance(own, Piece):
-        shapes.append((own.tokens_RC.shape, own.count_R.tolist()))
+      if isinstance(own, Turn):
+        shapes.append((own.piece.tokens_RC.shape, own.piece.count_R.tolist()))
       return program(params, router, caches, token, own, draws)
 
     return call

@@ -24,7 +24,7 @@ class Workload:
     rows: number of prompts in a batch.
     prompt: number of tokens of each prompt.
     new: number of tokens to add to each prompt.
-    piece: most tokens of prompts that a device reads in one pass; 0: all tokens of all prompts.
+    piece: most tokens of a device in a pass that reads prompts; 0: all tokens of all prompts.
   """
 
   rows: int
@@ -34,7 +34,7 @@ class Workload:
 
   @property
   def read(self) -> int:
-    """The most tokens of prompts that a device reads in one pass."""
+    """The most tokens of a device in a pass that reads prompts."""
     whole = self.rows * self.prompt
     return min(self.piece, whole) if self.piece else whole
 

@@ -1,11 +1,11 @@
 """Continuous batching: requests join and leave a running batch, over a pool of pages.
 
-Each turn of `Server.step` runs one step of decoding for all requests whose prompt has been read and
-that need more tokens; then one program reads pieces of some other requests' prompts. A step or
-program without such a request is left out. A request that ends frees its slot and its pages for
-other requests. While the device computes a turn, the host reads the tokens of the turn before. So
-the host learns one turn late that a request has drawn an end token or completed a stop; the token
-that the device has drawn for it meanwhile is thrown away.
+Each turn of `Server.step` runs one program. It adds a token to all requests whose prompt has been
+read and that need more tokens, and reads pieces of some other requests' prompts in the same pass. A
+request that ends frees its slot and its pages for other requests. While the device computes a turn,
+the host reads the tokens of the turn before. So the host learns one turn late that a request has
+drawn an end token or completed a stop; the token that the device has drawn for it meanwhile is
+thrown away.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -33,9 +33,10 @@ from scmoe.inference.serving.pool import smallest, widths
 from scmoe.inference.serving.programs import (
   Piece,
   Step,
-  make_piece,
+  Turn,
   make_pool,
   make_step,
+  make_turn,
   page_bytes,
   tokens_of_a_page,
 )
@@ -48,6 +49,8 @@ from scmoe.parallel.mesh import TOKEN_AXES, make_mesh
 MOST_SLOTS, MOST_TOKENS = 2**16, 2**20
 # Some rows of a program, each as (number of the row, the request in it).
 Rows = list[tuple[int, Job]]
+# Pieces of prompts: (number of the row, request, position of the first token, number of tokens).
+_Pieces = list[tuple[int, Job, int, int]]
 # The least tokens of a piece and the fewest pages of a table for which programs are compiled,
 # unless the largest piece or table is smaller.
 _SHORTEST_PIECE, _FEWEST_PAGES = 16, 4
@@ -57,21 +60,20 @@ _FREE_SHARE = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class _Results:
-  """The results of one program, which the device may still be computing.
+  """The results of one turn, which the device may still be computing.
 
   Attributes:
     drawn: the drawn tokens of all rows.
     rows: the rows whose drawn token is their request's next one; that of the others means nothing.
     logprob_RC: log-probabilities of the prompts' tokens; None if no request in the program asked
       for them.
-    pieces: with `logprob_RC`, (row, request, position of the piece's first token, its number of
-      tokens) of every piece.
+    pieces: the pieces whose tokens `logprob_RC` is about.
   """
 
   drawn: Drawn
   rows: Rows
-  logprob_RC: jax.Array | None = None
-  pieces: Sequence[tuple[int, Job, int, int]] = ()
+  logprob_RC: jax.Array | None
+  pieces: _Pieces
 
 
 class Server:
@@ -163,7 +165,7 @@ class Server:
     self._token: Any = jax.device_put(np.zeros(parts * self._slots, np.int32), of_rows)
     self._waiting: collections.deque[Job] = collections.deque()
     # The results of each turn that the host has not read yet, oldest turn first.
-    self._unread: collections.deque[list[_Results]] = collections.deque()
+    self._unread: collections.deque[_Results] = collections.deque()
     self._finished: list[Answer] = []
     self._count, self._needs = 0, Needs()
     self.statistics = Statistics(parts * self._slots)
@@ -254,12 +256,10 @@ class Server:
     """
     begin = time.perf_counter()
     self._admit()
-    # Decoding comes first, because `_make_room` may put a request back. The host must have read all
-    # results of that request by then, and could not have read those of pieces of the same turn.
-    turn = [found for found in (self._add_tokens(), self._read_pieces()) if found is not None]
-    if turn:
+    turn = self._run()
+    if turn is not None:
       self._unread.append(turn)
-    while len(self._unread) > (1 if turn else 0):
+    while len(self._unread) > (0 if turn is None else 1):
       self._take_results(self._unread.popleft())
     found, self._finished = sorted(self._finished, key=lambda answer: answer.id), []
     self.statistics.seconds += time.perf_counter() - begin
@@ -286,8 +286,63 @@ class Server:
         return
       part.admit(self._waiting.popleft(), part.free.take(needed) or [])
 
-  def _read_pieces(self) -> _Results | None:
-    """Runs a program over the next pieces of the oldest unread prompts; None if all are read.
+  def _run(self) -> _Results | None:
+    """Runs the turn's program; None if there is nothing to do."""
+    # Slots come first, because `_make_room` may put a request back. The host must have read all
+    # results of that request by then, and could not have read those of pieces of the same turn.
+    slots = self._active()
+    rows, pieces = self._next_pieces()
+    if not slots and not pieces:
+      return None
+    positions = max(
+      *(job.position + 1 for _, job in slots), *(start + count for *_, start, count in pieces), 0
+    )
+    step = self._step(slots, positions)
+    # On each part the rows of the slots come first, then those of the pieces.
+    at = lambda row, of_part: row // of_part * (self._slots + rows) + row % of_part
+    known = [(at(row, self._slots), job) for row, job in slots]
+    given = self._params, self._router, self._caches, self._token
+    if not pieces:
+      program = self._prepared(make_step(self._static, self._needs))
+      self._caches, self._token, drawn = program(*given, step, _draws(len(step.active_B), known))
+      logprob = None
+    else:
+      piece, ended = self._piece(pieces, rows, positions)
+      known += [(at(row, rows) + self._slots, job) for row, job in ended]
+      scores = any(job.request.prompt_logprobs for _, job, *_ in pieces)
+      program = self._prepared(make_turn(self._static, self._needs, scores))
+      draws = _draws(len(step.active_B) + len(piece.count_R), known)
+      self._caches, self._token, drawn, logprob = program(*given, Turn(step, piece), draws)
+      logprob = logprob if scores else None
+    for _, job in known:
+      job.sent += 1
+    self.statistics.steps += bool(slots)
+    self.statistics.rows += len(slots)
+    self.statistics.pieces += bool(pieces)
+    return _Results(drawn, known, logprob, pieces)
+
+  def _active(self) -> Rows:
+    """The slots whose requests want a token, each with a page for it."""
+    wanted = [job for part in self._parts for job in part.jobs if job.wants_token]
+    for job in sorted(wanted, key=lambda job: job.number):
+      self._make_room(job)
+    return [
+      (p * self._slots + job.slot, job)
+      for p, part in enumerate(self._parts)
+      for job in part.jobs
+      if job.wants_token
+    ]
+
+  def _step(self, slots: Rows, positions: int) -> Step:
+    """The input of a step that adds a token to these slots; see `_table` for `positions`."""
+    shape = len(self._parts) * self._slots
+    position, active = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    for row, job in slots:
+      position[row], active[row] = job.position, True
+    return Step(position, active, self._table(shape, slots, positions))
+
+  def _next_pieces(self) -> tuple[int, _Pieces]:
+    """The pieces of prompts that this turn reads, and the number of rows for them on each part.
 
     The pieces of a turn have one width, the room that each has for tokens, and a prompt can have
     several. It is the width at which the program reads the most tokens; if this is true of several,
@@ -296,68 +351,36 @@ class Server:
     are left and 150 of the next, 4 pieces of 40, 64, 64 and 22 tokens read more than one of 40. If
     300 are left of the oldest, both widths read 256 tokens, and one piece of 256 is read.
     """
-    of_width = lambda width: [part.pieces(width, self._pieces[-1] // width) for part in self._parts]
+    most = self._pieces[-1]
+    of_width = lambda width: [part.pieces(width, most // width) for part in self._parts]
     read = lambda width: sum(count for own in of_width(width) for *_, count in own)
     width = max(self._pieces, key=lambda width: (read(width), width))
-    rows, pieces = self._pieces[-1] // width, of_width(width)
-    if not any(pieces):
-      return None
-    shape = len(self._parts) * rows
-    chosen = [(p * rows + r, *piece) for p, own in enumerate(pieces) for r, piece in enumerate(own)]
-    last = max(begin + size for *_, begin, size in chosen)
+    rows, found = most // width, of_width(width)
+    pieces = [(p * rows + r, *one) for p, own in enumerate(found) for r, one in enumerate(own)]
+    return (rows if pieces else 0), pieces
+
+  def _piece(self, pieces: _Pieces, rows: int, positions: int) -> tuple[Piece, Rows]:
+    """The input of a program that reads these pieces, and the rows whose prompts end with it.
+
+    Args:
+      pieces, rows: from `_next_pieces`.
+      positions: see `_table`.
+    """
+    shape, width = len(self._parts) * rows, self._pieces[-1] // rows
     tokens, following = np.zeros((2, shape, width), np.int32)
     start, count = np.zeros((2, shape), np.int32)
     slot = np.full(shape, self._slots, np.int32)
     ended: Rows = []
-    for row, job, begin, size in chosen:
-      text = job.text
-      tokens[row, :size] = text[begin : begin + size]
-      following[row, : len(text[begin + 1 : begin + size + 1])] = text[begin + 1 : begin + size + 1]
+    for row, job, begin, size in pieces:
+      text, after = job.text[begin : begin + size], job.text[begin + 1 : begin + size + 1]
+      tokens[row, :size], following[row, : len(after)] = text, after
       start[row], count[row] = begin, size
       job.read += size
       if not job.unread:
         slot[row] = job.slot
         ended.append((row, job))
-    at_row: Rows = [(row, job) for row, job, *_ in chosen]
-    table = self._table(shape, at_row, last)
-    piece = Piece(tokens, start, count, slot, table, following)
-    scores = any(job.request.prompt_logprobs for _, job in at_row)
-    program = self._prepared(make_piece(self._static, self._needs, scores))
-    given = self._params, self._router, self._caches, self._token, piece, _draws(shape, ended)
-    self._caches, self._token, drawn, logprob = program(*given)
-    for _, job in ended:
-      job.sent += 1
-    self.statistics.pieces += 1
-    if not scores:
-      return _Results(drawn, ended)
-    return _Results(drawn, ended, logprob, chosen)
-
-  def _add_tokens(self) -> _Results | None:
-    """Runs one step of decoding for the requests that want a token; None if none does."""
-    wanted = [job for part in self._parts for job in part.jobs if job.wants_token]
-    for job in sorted(wanted, key=lambda job: job.number):
-      self._make_room(job)
-    rows = [
-      (p * self._slots + job.slot, job)
-      for p, part in enumerate(self._parts)
-      for job in part.jobs
-      if job.wants_token
-    ]
-    if not rows:
-      return None
-    shape = len(self._parts) * self._slots
-    position, active = np.zeros(shape, np.int32), np.zeros(shape, bool)
-    for row, job in rows:
-      position[row], active[row] = job.position, True
-    table = self._table(shape, rows, int(position.max()) + 1)
-    program = self._prepared(make_step(self._static, self._needs))
-    given = self._params, self._router, self._caches, self._token, Step(position, active, table)
-    self._caches, self._token, drawn = program(*given, _draws(shape, rows))
-    for _, job in rows:
-      job.sent += 1
-    self.statistics.steps += 1
-    self.statistics.rows += len(rows)
-    return _Results(drawn, rows)
+    table = self._table(shape, [(row, job) for row, job, *_ in pieces], positions)
+    return Piece(tokens, start, count, slot, table, following), ended
 
   def _make_room(self, job: Job) -> None:
     """Gives a request the page of the position that the next step writes, if it has none yet.
@@ -397,25 +420,24 @@ class Server:
       table[row, : len(pages)] = pages
     return table
 
-  def _take_results(self, turn: list[_Results]) -> None:
+  def _take_results(self, results: _Results) -> None:
     """Waits for the results of a turn, and ends the requests that are complete."""
-    for results in turn:
-      if results.logprob_RC is not None:
-        logprob_RC = np.asarray(results.logprob_RC)
-        for row, job, start, count in results.pieces:
-          job.score(start, logprob_RC[row, :count])
-      if not results.rows:
-        continue
-      wants = any(job.request.logprobs is not None for _, job in results.rows)
-      known = jax.device_get(results.drawn) if wants else None
-      tokens = np.asarray(results.drawn.token_B).tolist()
-      now = time.perf_counter()
-      for row, job in results.rows:
-        # If a token of an earlier turn has ended the request, the one drawn since is dropped.
-        if job.is_running and (finish := job.take(tokens[row], known, row, now)):
-          next(part for part in self._parts if job in part.jobs).release(job)
-          self._finished.append(job.answer(finish))
-          self.statistics.add(self._finished[-1])
+    if results.logprob_RC is not None:
+      logprob_RC = np.asarray(results.logprob_RC)
+      for row, job, start, count in results.pieces:
+        job.score(start, logprob_RC[row, :count])
+    if not results.rows:
+      return
+    wants = any(job.request.logprobs is not None for _, job in results.rows)
+    known = jax.device_get(results.drawn) if wants else None
+    tokens = np.asarray(results.drawn.token_B).tolist()
+    now = time.perf_counter()
+    for row, job in results.rows:
+      # If a token of an earlier turn has ended the request, the one drawn since is dropped.
+      if job.is_running and (finish := job.take(tokens[row], known, row, now)):
+        next(part for part in self._parts if job in part.jobs).release(job)
+        self._finished.append(job.answer(finish))
+        self.statistics.add(self._finished[-1])
 
 
 def _draws(shape: int, rows: Rows) -> Draws:

@@ -439,8 +439,8 @@ class _Cta:
       whole = found
       if shape.warpgroups > 1:
         smem = self.smem
-        others = (load_as(of, PER_ROW) for of in (smem.most, smem.weight))
-        whole = merged(found, Softmax(*others, load_as(smem.y, TILE)))
+        most_M, weight_M = load_as(smem.most, PER_ROW), load_as(smem.weight, PER_ROW)
+        whole = merged(found, Softmax(most_M, weight_M, load_as(smem.y, TILE)))
       write = self.quotient if shape.parts == 1 else self.part_of_result
       written, to = write(whole)
       plgpu.copy_smem_to_gmem(written.at[pl.ds(0, shape.group)], to)

@@ -85,8 +85,9 @@ class GPT(Trunk):
   def check_tokens(self, tokens_BS: Int[Array, "B S"], given: Pass = Pass()) -> None:
     """Checks the shape and dtype of token ids, and their values if this process knows them all.
 
-    It knows them if the array is neither traced nor partly on another process's devices. Prompts
-    (`given.begins`) may be padded beyond the context: no result of the padding is read.
+    It knows them if the array is neither traced nor partly on another process's devices. With
+    caches a row may be longer than the context: prompts may be padded beyond it, and no result of
+    the padding is read; and a server's row holds the tokens of many texts (`PageTables`).
 
     Raises:
       ConfigError: the array is not [batch, sequence] or not of integers, the rows are longer than
@@ -97,7 +98,7 @@ class GPT(Trunk):
       raise ConfigError(f"the model reads token ids [batch, sequence], got {list(shape)}")
     if not jnp.issubdtype(tokens_BS.dtype, jnp.integer):
       raise ConfigError(f"the model reads token ids of an integer type, got {tokens_BS.dtype}")
-    if shape[1] > config.context and not given.begins:
+    if shape[1] > config.context and given.caches is None:
       raise ConfigError(
         f"model.context={config.context}, got rows of {shape[1]} tokens; use at most "
         f"{config.context}, or a larger model.context"

@@ -476,7 +476,7 @@ def test_attention_of_a_token(normal, heads, kv_heads, width, length, window, ro
   [(16, 16, 128, 64, 0), (32, 8, 128, 128, 0), (16, 4, 64, 64, 100)],
 )
 def test_attention_over_pages(normal, heads, kv_heads, width, page, window, rows):
-  """As over rows' own caches of the same positions; what no row sees is infinite."""
+  """Equal to rows' own caches of the same positions; what no row sees is infinite."""
   length = 768
   lasts = [(-1, 389, 63, 64, 0, length - 1)[(r + rows) % 6] for r in range(rows)]
   count = length // page

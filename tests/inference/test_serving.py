@@ -113,7 +113,10 @@ def test_requests_that_come_later_join_the_batch():
 
 
 def test_a_prompt_can_have_several_pieces_in_a_program():
-  """Four pieces of 16 tokens where they read more than one of 64; answers are the requests' own."""
+  """Four pieces of 16 tokens where they read more than one of 64; answers are the requests' own.
+
+  With the 20 slots a pass has 84 tokens, more than the model's context.
+  """
   model, rng = make_model(context=80), np.random.default_rng(3)
   texts = [rng.integers(0, VOCAB, count).tolist() for count in (40, 20, 30, 70)]
   want = generate(model, texts, Sampling(0.0), max_new_tokens=4)
@@ -127,7 +130,7 @@ def test_a_prompt_can_have_several_pieces_in_a_program():
 
     return call
 
-  server = Server(model, slots=4, page_tokens=16, prefill_tokens=64, prepare=noting)
+  server = Server(model, slots=20, page_tokens=16, prefill_tokens=64, prepare=noting)
   asked = [{"prompt": text, "max_new_tokens": 4, "temperature": 0} for text in texts]
   assert [answer.tokens for answer in answers(server, asked)] == want
   # The third program could read the last 54 tokens by pieces of either width.

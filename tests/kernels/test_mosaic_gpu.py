@@ -983,7 +983,7 @@ def test_attention_of_a_token_simulated(heads, kv_heads, width, length, window, 
 def test_attention_over_pages_simulated(
   monkeypatch, heads, kv_heads, width, page, window, lasts, num_sms
 ):
-  """As over rows' own caches; positions that no row sees hold infinities, idle rows get zeros."""
+  """Equal to rows' own caches; what no row sees is infinite, and rows without a token get zeros."""
   take = functools.partial(decode_attention.takes, backend="mosaic_gpu")
   monkeypatch.setattr(decode_attention, "takes", take)
   rows, columns = len(lasts), 384 // page

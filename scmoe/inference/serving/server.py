@@ -151,7 +151,9 @@ class Server:
     graph, params = nnx.split(model)
     self._static = Static(graph, mesh, Sampling(), offload.checked(model), deterministic)
     self._params, self._router = taken_apart(self._static, params), router
-    self._prepared = functools.cache(prepare or (lambda program: program))
+    prepared = prepare or (lambda program: program)
+    # A cache of its own, because a look-up in that of `make_step` hashes the model's whole graph.
+    self._program = functools.cache(lambda make, *how: prepared(make(self._static, *how)))
     context = self.config.context
     self.page_tokens = tokens_of_a_page(self._static, params, min(page_tokens, context))
     longest = -(-context // self.page_tokens)
@@ -303,14 +305,14 @@ class Server:
     known = [(at(row, self._slots), job) for row, job in slots]
     given = self._params, self._router, self._caches, self._token
     if not pieces:
-      program = self._prepared(make_step(self._static, self._needs))
+      program = self._program(make_step, self._needs)
       self._caches, self._token, drawn = program(*given, step, _draws(len(step.active_B), known))
       logprob = None
     else:
       piece, ended = self._piece(pieces, rows, positions)
       known += [(at(row, rows) + self._slots, job) for row, job in ended]
       scores = any(job.request.prompt_logprobs for _, job, *_ in pieces)
-      program = self._prepared(make_turn(self._static, self._needs, scores))
+      program = self._program(make_turn, self._needs, scores)
       draws = _draws(len(step.active_B) + len(piece.count_R), known)
       self._caches, self._token, drawn, logprob = program(*given, Turn(step, piece), draws)
       logprob = logprob if scores else None

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from drawn import drawn_init
 
 from scmoe.base.batch import Batch
 from scmoe.parallel.mesh import batch_sharding
@@ -15,7 +16,7 @@ from scmoe.training.step import init_state, make_train_step
 
 def second_arrays(second: Built, **router: Any) -> dict[str, Any]:
   """Random parameters of a second model, and its router state with the given arrays in it."""
-  params, found = jax.jit(second.init)(jax.random.key(5))
+  params, found = drawn_init(second, 0.3, seed=5)(None)
   place = lambda x, s: jax.device_put(x, s.sharding)
   return jax.tree.map(place, {"params": params, "router": found | router}, second.given_shapes)
 
@@ -29,7 +30,9 @@ def one_step(built: Built, batch: Batch, given: Any = None) -> tuple[Any, Any, A
     given: `second_arrays` of the second model, if there is one.
   """
   abstract = built.abstract_state()
-  state = dataclasses.replace(init_state(built.init, built.optimizer, 0, abstract), teacher=given)
+  state = dataclasses.replace(
+    init_state(drawn_init(built, 0.3), built.optimizer, 0, abstract), teacher=given
+  )
   before = jax.device_get(state)
   put = lambda x: jax.device_put(x, batch_sharding(built.mesh, leading=1))
   step = make_train_step(built.objective, built.optimizer, abstract)

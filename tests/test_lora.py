@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from drawn import drawn_init
 
 from scmoe import convert, evaluate, generate, train
 from scmoe.base.errors import CheckpointError, ConfigError, Preempted
@@ -52,9 +53,8 @@ def root(tmp_path_factory):
   run = dataclasses.replace(run, router=router, mesh=mesh)
   run = run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
   built = build.build(run, jax.devices()[:1])
-  init = jax.jit(built.init)
-  for name, key in (("base", 7), ("other", 8)):
-    params, state = init(jax.random.key(key))
+  for name, seed in (("base", 7), ("other", 8)):
+    params, state = drawn_init(built, seed=seed)(None)
     state["bias"] = state["bias"] + 0.25 * np.arange(state["bias"].shape[-1], dtype=np.float32)
     keeper = Checkpointer(root / name, CheckpointConfig(async_save=False))
     meta = {"config": to_dict(run), "processes": 1, WEIGHTS_ONLY: True}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import night
+from drawn import drawn
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
@@ -71,13 +72,11 @@ def batch(rows=4):
 
 def arrays(built):
   """Random adapters, of which B is not 0, and the base, each on the run's mesh."""
-  own, _ = jax.jit(built.init)(jax.random.key(1))
-  leaves, tree = jax.tree.flatten(own)
-  keys = jax.random.split(jax.random.key(2), len(leaves))
-  own = tree.unflatten([0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves)])
-  params, router = jax.jit(lambda key: build.Built.init(built, key))(jax.random.key(5))
+  own = drawn(built.adapters.shapes, 0.3, seed=2)
+  given = drawn(built.shapes_given, 0.3, seed=5)
+  given["base"]["router"] = jax.tree.map(np.zeros_like, given["base"]["router"])
   place = lambda x, s: jax.device_put(x, s.sharding)
-  given = jax.tree.map(place, {"base": {"params": params, "router": router}}, built.shapes_given)
+  given = jax.tree.map(place, given, built.shapes_given)
   return jax.tree.map(place, own, built.adapters.shapes), given
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import night
+from drawn import drawn_init
 from one_step import one_step, second_arrays
 
 from scmoe.base.batch import Batch
@@ -142,7 +143,7 @@ def test_the_plain_loss_of_every_pair(reference):
   free = {} if reference else {"teacher": "", "reference_free": True}
   run = dataclasses.replace(run, router=quiet, train=dataclasses.replace(run.train, **free))
   built = build(run, teacher=run if reference else None)
-  state = init_state(built.init, built.optimizer, 0, built.abstract_state())
+  state = init_state(drawn_init(built, 0.3), built.optimizer, 0, built.abstract_state())
   objective = built.objective
   if reference:
     state = dataclasses.replace(state, teacher=second_arrays(built.teacher))
@@ -178,7 +179,7 @@ def test_a_model_that_is_its_reference_has_no_margin():
   run = run_of()
   built = build(run, teacher=run)
   abstract = built.abstract_state()
-  state = init_state(built.init, built.optimizer, 0, abstract)
+  state = init_state(drawn_init(built, 0.3), built.optimizer, 0, abstract)
   same = {"params": jax.tree.map(jnp.copy, state.params), "router": state.router}
   state = dataclasses.replace(state, teacher=same)
   step = make_train_step(built.objective, built.optimizer, abstract)

@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from drawn import drawn_init
 
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
@@ -36,7 +37,7 @@ def leaves(state) -> dict[str, np.ndarray]:
 def initial():
   """A state of two devices whose moments are as different from expert to expert as its weights."""
   built = built_on(2)
-  state = init_state(built.init, built.optimizer, 0, built.abstract_state())
+  state = init_state(drawn_init(built), built.optimizer, 0, built.abstract_state())
   copy = lambda moments: jax.tree.map(
     lambda m, p: p * 3 + 1 if m.shape == p.shape else m, moments, state.params
   )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import night
+from drawn import drawn_init
 
 from scmoe.base.errors import Preempted
 from scmoe.parallel.mesh import MeshConfig
@@ -73,7 +74,7 @@ def test_steps_are_those_of_cast_parameters(tokens, mesh):
       run.resolve(num_devices=mesh.size, vocab_size=257), jax.devices()[: mesh.size]
     )
     abstract = built.abstract_state()
-    state = init_state(built.init, built.optimizer, 0, abstract)
+    state = init_state(drawn_init(built), built.optimizer, 0, abstract)
     step = make_train_step(Away(built.objective), built.optimizer, abstract)
     for _ in range(3):
       state, scalars, _ = step(state, built.random_batch())

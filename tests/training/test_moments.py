@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from covering import night
+from drawn import drawn_init
 
 from scmoe.base.errors import ConfigError, Preempted
 from scmoe.parallel.mesh import MeshConfig
@@ -121,7 +122,7 @@ def test_devices_that_hold_the_same_draw_the_same(name):
   run = smoke(mesh=mesh, name=name).resolve(num_devices=8, vocab_size=257)
   built = build.build(run, jax.devices()[:8])
   abstract = built.abstract_state()
-  state = init_state(built.init, built.optimizer, 0, abstract)
+  state = init_state(drawn_init(built), built.optimizer, 0, abstract)
   step = make_train_step(built.objective, built.optimizer, abstract)
   for _ in range(2):
     state, scalars, _ = step(state, built.random_batch())

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import night
+from drawn import drawn
+from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError, Preempted
 from scmoe.models.matrices import MATRICES
@@ -88,12 +90,7 @@ def as_matrices(name, array):
 def test_an_update_is_that_of_each_matrix_by_itself():
   """Three steps of random gradients for a whole model, every layer's and expert's matrix alone."""
   built = built_on(MeshConfig(1, 1, 1))
-  params, _ = jax.jit(built.init)(jax.random.key(0))
-  keys = jax.random.split(jax.random.key(1), 3)
-  grads = [
-    jax.tree.map(lambda p, k=k: jax.random.normal(jax.random.fold_in(k, p.size), p.shape), params)
-    for k in keys
-  ]
+  params, *grads = drawn(built.shapes), *(drawn(built.shapes, 1.0, seed) for seed in (1, 2, 3))
   tx, rate = built.optimizer.tx, float(built.optimizer.schedule(0))
   update = jax.jit(lambda g, s, step: tx.update(g, s, params, step=step, norm=jnp.float32(0.5)))
   state, found = tx.init(params), []
@@ -124,23 +121,25 @@ def test_several_devices_update_as_one(axes):
   alone, built = built_on(MeshConfig(1, 1, 1)), built_on(MeshConfig(*axes))
   if axes == (1, 8, 1):
     assert built.mesh.shape["shard"] == 2
-  params, _ = jax.jit(alone.init)(jax.random.key(0))
-  params = jax.tree.map(np.asarray, params)
-  draw = lambda p, k: np.asarray(jax.random.normal(jax.random.key(p.size + k), p.shape))
-  grads = [jax.tree.map(lambda p, k=k: draw(p, k), params) for k in range(2)]
+  params, *grads = drawn(alone.shapes), *(drawn(alone.shapes, 1.0, seed) for seed in (1, 2))
+  both = jax.tree.map(lambda *g: np.stack(g), *grads)
 
-  def updates(tx, params, first, second):
-    state = tx.init(params)
-    found, state = tx.update(first, state, params, step=0, norm=jnp.float32(0.5))
-    return found, tx.update(second, state, params, step=1, norm=jnp.float32(0.5))[0]
+  def updates(tx, params, grads):
 
-  one = jax.jit(functools.partial(updates, alone.optimizer.tx))(params, *grads)
+    def update(state, given):
+      step, g = given
+      found, state = tx.update(g, state, params, step=step, norm=jnp.float32(0.5))
+      return state, found
+
+    return jax.lax.scan(update, tx.init(params), (jnp.arange(2), grads))[1]
+
+  one = jax.jit(functools.partial(updates, alone.optimizer.tx))(params, both)
   local = functools.partial(updates, built.optimizer.tx)
-  spread = manual(local, built.mesh, (built.specs,) * 3, (built.specs,) * 2)
-  many = jax.jit(spread)(params, *grads)
-  for step in range(2):
-    for name, value in paths(one[step]).items():
-      np.testing.assert_allclose(paths(many[step])[name], value, atol=1e-6, err_msg=name)
+  stacked = jax.tree.map(lambda spec: P(None, *spec), built.specs)
+  spread = manual(local, built.mesh, (built.specs, stacked), stacked)
+  many = paths(jax.jit(spread)(params, both))
+  for name, value in paths(one).items():
+    np.testing.assert_allclose(many[name], value, atol=1e-6, err_msg=name)
 
 
 def test_the_moments_lie_as_their_matrices_and_are_fewer():

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from covering import night
+from drawn import drawn
 
 from scmoe.base.errors import ConfigError
 from scmoe.data import open_data
@@ -46,8 +47,7 @@ def fresh(built):
   """() -> the state before step 0; kept on the host, since a step donates what it is given."""
   abstract = built.abstract_state()
   zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), abstract)
-  params, _ = jax.device_get(jax.jit(built.init)(jax.random.key(0)))
-  host = dataclasses.replace(zeros, params=params)
+  host = dataclasses.replace(zeros, params=drawn(built.shapes))
   return lambda: jax.device_put(host, shardings_of(abstract))
 
 

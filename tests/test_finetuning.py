@@ -4,8 +4,12 @@ import io
 
 import jax
 import pytest
+from leaving import write_run
 
 from scmoe import evaluate, generate, train
+from scmoe.run.build import vocab_size
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.fields import with_field
 from scmoe.run.session import Session
 from scmoe.training.metrics import read_metrics
 
@@ -19,10 +23,17 @@ def run(workdir, *argv):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-  """A base after three steps on additions."""
+  """A base that reads additions, with random weights."""
   jax.config.update("jax_disable_most_optimizations", True)
   root = tmp_path_factory.mktemp("tuned")
-  run(root / "base", "--config.data.source=procedural", "--config.data.path=arithmetic")
+  base = load_config(find_config("finetune_small"), "smoke")
+  for name, value in (
+    ("data.source", "procedural"),
+    ("data.path", "arithmetic"),
+    ("mesh.data", "1"),
+  ):
+    base = with_field(base, name, value)
+  write_run(base.resolve(num_devices=1, vocab_size=vocab_size(base.data)), root / "base")
   yield root
   jax.config.update("jax_disable_most_optimizations", False)
 

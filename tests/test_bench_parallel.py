@@ -3,12 +3,13 @@
 import json
 
 import pytest
+from covering import night
 
 from scmoe.base.errors import ConfigError
 from scmoe.bench import layer, parallel
 
 
-@pytest.mark.parametrize("transport", ["dropless", "packed"])
+@pytest.mark.parametrize("transport", ["dropless", night("packed")])
 def test_a_layer_over_two_devices_is_compared_and_its_exchanges_are_priced(
   tmp_path, capsys, transport
 ):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import by_day_and_night
 from flax import nnx
 
 from scmoe.inference.offload import trace as expert_trace
@@ -39,15 +40,18 @@ def output(experts, routing, x_TD):
   return experts(x_TD, choices_layout(routing.expert_TK, routing.weight_TK, E))
 
 
-@pytest.mark.parametrize(
-  "choices",
-  [[[5, 2]], [[3]], [[1, 6], [6, 1], [1, 6]], [[0, 1], [2, 3], [4, 5], [6, 7], [7, 0]]],
-  ids=["one token", "one choice", "three alike", "all of them"],
-)
-@pytest.mark.parametrize("size", [0, 4])
-def test_fetched_experts_compute_what_resident_ones_compute(experts, choices, size):
-  routing = routed(choices)
-  x_TD = jax.random.normal(jax.random.key(1), (len(choices), D))
+CHOICES = {
+  "one token": [[5, 2]],
+  "one choice": [[3]],
+  "three alike": [[1, 6], [6, 1], [1, 6]],
+  "all of them": [[0, 1], [2, 3], [4, 5], [6, 7], [7, 0]],
+}
+
+
+@pytest.mark.parametrize(("size", "name"), by_day_and_night([0, 4], CHOICES))
+def test_fetched_experts_compute_what_resident_ones_compute(experts, size, name):
+  routing = routed(CHOICES[name])
+  x_TD = jax.random.normal(jax.random.key(1), (len(CHOICES[name]), D))
   cache = empty_cache(nnx.split(experts)[1], size) if size else None
   request = request_experts(experts, routing, cache=cache)
   fetched, _ = request.fetched()

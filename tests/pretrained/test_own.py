@@ -122,9 +122,10 @@ def test_out_and_in_again_is_bitwise_on_one_device_and_on_eight(name, tmp_path):
   assert all(np.array_equal(one[tensor], eight[tensor]) for tensor in one)
 
 
-def test_meshes_and_the_cache_compute_the_same(tmp_path):
+@pytest.mark.parametrize("name", ["scmoe_pos2 gpt2", night("dgmoe, dense layers")])
+def test_meshes_and_the_cache_compute_the_same(name, tmp_path):
   """The folder's logits, whole and decoded token by token, on one device and on eight."""
-  write_run(run_of("dgmoe, dense layers"), tmp_path / "run")
+  write_run(run_of(name), tmp_path / "run")
   export_model(tmp_path / "run", tmp_path / "out")
   tokens = np.random.default_rng(1).integers(0, leaving.VOCAB, (2, 9)).astype(np.int32)
   with jax.default_matmul_precision("highest"):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import by_day_and_night
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scmoe.training import fingerprint
@@ -26,8 +27,11 @@ def plain(array):
   return f"{int(mixed(words ^ mixed(np.arange(words.size, dtype=np.uint64))).sum()) % 2**32:08x}"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+  ("shape", "dtype"),
+  by_day_and_night(SHAPES, ["float32", "bfloat16", "float16", "int32", "uint8"]),
+  ids=str,
+)
 def test_blocks_of_a_cpu_give_the_same(monkeypatch, mesh8, shape, dtype):
   values = 100 * jax.random.normal(jax.random.key(0), shape)
   array = jnp.abs(values).astype(dtype)

@@ -150,9 +150,8 @@ def attend_over(
   """`attend_stored` over caches of rows, or with a table over pools of pages: [B, S, H, N].
 
   With a table and one token per row our kernel reads the pages where they lie, and only up to the
-  row's token, where it takes the arrays and there are no sinks, no chunks and no `full`. Everything
-  else, and every gradient, needs the copies of `read`: as long as the longest row of the table has
-  room for, for every row.
+  row's token, if it takes the arrays and there are no sinks, no chunks and no `full`. Otherwise,
+  and for every gradient, `read` first copies all P pages of every row.
 
   Args:
     q_BSHN: queries of the new tokens.

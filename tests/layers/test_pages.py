@@ -8,7 +8,7 @@ from flax import nnx
 
 from scmoe.layers.attention import Attention, AttentionConfig
 from scmoe.layers.latent_attention import LatentAttention, LatentAttentionConfig
-from scmoe.layers.pages import NO_PAGE, PageTable, read, with_table, written
+from scmoe.layers.pages import NO_PAGE, PageTable, PageTables, read, with_table, written
 
 # Three rows of a pool of six pages of four tokens; the second one is idle, page 3 is nobody's.
 TABLE = PageTable(
@@ -60,3 +60,28 @@ def test_what_an_earlier_request_left_reaches_no_row(name):
   want, (got, cache) = both(x_BSD, rows, jax.tree.map(lambda x: np.full(x.shape, np.inf), pool))
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
   assert with_table(cache, None).table is None
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_groups_of_rows_in_one_pass_are_what_each_is_alone(name):
+  """Two rows of one token and one of three, the last of which is padding."""
+  attention, rng = ATTENTIONS[name](), np.random.default_rng(2)
+  pool = attention.empty_cache(6, 4, jnp.float32)
+  pool = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), pool)
+  ones = PageTable(jnp.array([[3, 1], [0, NO_PAGE]]), jnp.array([5, 2]))
+  prompt = PageTable(jnp.array([[5, 4]]), jnp.array([4]))
+  positions = jnp.array([[5, 2, 3, 4, 5]])
+  x_BSD = jnp.asarray(rng.normal(size=(1, 5, 16)), jnp.float32)
+
+  @jax.jit
+  def mixed(x_BSD, positions, caches):
+    return attention.mix(attention.project(x_BSD, positions), positions, None, caches)
+
+  got, cache = mixed(x_BSD, positions, with_table(pool, PageTables((ones, prompt), (1, 3))))
+  rows, last = (x[:, :2].reshape(2, 1, *x.shape[2:]) for x in (x_BSD, positions))
+  want_ones, pool = mixed(rows, last, with_table(pool, ones))
+  want_prompt, pool = mixed(x_BSD[:, 2:], positions[:, 2:], with_table(pool, prompt))
+  np.testing.assert_allclose(got[0, :2], want_ones[:, 0], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(got[0, 2:4], want_prompt[0, :2], rtol=1e-5, atol=1e-6)
+  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  jax.tree.map(close, with_table(cache, None), with_table(pool, None))

@@ -141,6 +141,12 @@ class MeshConfig(Options, path="mesh"):
     "copied before their turn, each of which takes memory; 0: none, so that no copy is hidden",
     minimum=0,
   )
+  moments_kept: int = option(
+    0,
+    "with mesh.moments_in=host: the last layers of each stack, so many, keep their moments on the "
+    "device, as its memory allows; the first layer's leave it in any case",
+    minimum=0,
+  )
 
   def resolve(self, num_devices: int) -> MeshConfig:
     """The same options, with a number in place of `data` = -1, for `num_devices` devices.

@@ -355,7 +355,8 @@ def on_host(run: RunConfig) -> OnHost | None:
       f"mesh.moments_update='host' computes AdamW, got optimizer.name={run.optimizer.name!r}, "
       "whose products of matrices are for devices; set mesh.moments_update=device"
     )
-  return OnHost(mesh.moments_ahead, computes=mesh.moments_update == "host")
+  computes = mesh.moments_update == "host"
+  return OnHost(mesh.moments_ahead, 0 if computes else mesh.moments_kept, computes)
 
 
 def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:

@@ -168,10 +168,16 @@ RULES = (
     "leave it out, and call scmoe.generate --task NAME",
   ),
   _Rule(
-    ("mesh.moments_ahead", "mesh.moments_update"),
+    ("mesh.moments_ahead", "mesh.moments_update", "mesh.moments_kept"),
     lambda run: run.mesh.moments_in == "device",
     "mesh.moments_in='device' keeps moments where they are updated",
     "set mesh.moments_in=host",
+  ),
+  _Rule(
+    ("mesh.moments_kept",),
+    lambda run: run.mesh.moments_update == "host",
+    "with mesh.moments_update='host' no moment is copied to the device",
+    "set mesh.moments_update=device",
   ),
   _Rule(
     ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.expert_bias",

@@ -127,7 +127,7 @@ def away(
     parts = leaf.parts if is_apart(leaf) else [leaf] if lies_on_host(leaf) else []
     for i, part in enumerate(parts):
       layer = stack_of(path), i
-      sizes[layer] = sizes.get(layer, 0) + _bytes(part)
+      sizes[layer] = sizes.get(layer, 0) + (_bytes(part) if lies_on_host(part) else 0)
   layers = [layer for layer, size in sizes.items() if size]
   if not layers:
     return None

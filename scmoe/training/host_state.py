@@ -28,7 +28,9 @@ from scmoe.training.masters import Halves, is_halves
 PyTree = Any
 
 
-def laid_out(params: PyTree, opt_state: PyTree, tx: optax.GradientTransformation) -> Any:
+def laid_out(
+  params: PyTree, opt_state: PyTree, tx: optax.GradientTransformation, kept: int = 0
+) -> Any:
   """(parameters, optimizer's state) with moments and lower halves placed in the host's memory.
 
   Each of these that belongs to a stack becomes an `Apart`.
@@ -36,8 +38,9 @@ def laid_out(params: PyTree, opt_state: PyTree, tx: optax.GradientTransformation
   Args:
     params, opt_state: `jax.ShapeDtypeStruct`s with NamedShardings, stacks whole.
     tx: the transformation to which the state belongs; says which of its arrays are moments.
+    kept: see `scmoe.training.streamed_update.OnHost`.
   """
-  lower = lambda path, x: Halves(x.high, _away(path, x.low)) if is_halves(x) else x
+  lower = lambda path, x: Halves(x.high, _away(path, x.low, kept)) if is_halves(x) else x
   params = jax.tree_util.tree_map_with_path(lower, params, is_leaf=is_halves)
   absent = lambda leaf: isinstance(leaf, optax.MaskedNode)
   moment = optax.tree_map_params(
@@ -47,15 +50,18 @@ def laid_out(params: PyTree, opt_state: PyTree, tx: optax.GradientTransformation
     transform_non_params=lambda _: False,
     is_leaf=absent,
   )
-  place = lambda path, x, goes: _away(path, x) if goes else x
+  place = lambda path, x, goes: _away(path, x, kept) if goes else x
   return params, jax.tree_util.tree_map_with_path(place, opt_state, moment)
 
 
-def _away(path: Any, x: Any) -> Any:
+def _away(path: Any, x: Any, kept: int) -> Any:
   place = NamedSharding(x.sharding.mesh, x.sharding.spec, memory_kind=HOST)
   if not leading_dimensions(path):
     return x.update(sharding=place)
-  return Apart((x.update(shape=(1, *x.shape[1:]), sharding=place),) * x.shape[0])
+  count, shape = x.shape[0], (1, *x.shape[1:])
+  leave = max(1, count - kept)
+  gone, stays = x.update(shape=shape, sharding=place), x.update(shape=shape)
+  return Apart((gone,) * leave + (stays,) * (count - leave))
 
 
 def joined(tree: PyTree) -> PyTree:
@@ -101,5 +107,5 @@ def _layers(x: Any, like: Apart) -> Apart:
   if not is_made(x):
     return Apart(tuple(x[i : i + 1] for i in range(len(like.parts))))
   layer = lambda i: lambda index, device: shard_of(x, device)[i : i + 1]
-  parts = (made_on_host(part.shape, part.sharding, layer(i)) for i, part in enumerate(like.parts))
-  return Apart(tuple(parts))
+  parts = [made_on_host(part.shape, part.sharding, layer(i)) for i, part in enumerate(like.parts)]
+  return Apart(tuple(jax.device_put(x, part.sharding) for x, part in zip(parts, like.parts)))

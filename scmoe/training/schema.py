@@ -107,6 +107,7 @@ _SINCE = {
     "moments_in": "device",
     "moments_update": "device",
     "moments_ahead": 1,
+    "moments_kept": 0,
   },
   "train": {
     "spike_sigma": 0.0,

@@ -210,7 +210,7 @@ def abstract_state(
   if cast is not None:
     params = masters.halves_of(params, jax.eval_shape(cast, params), divided_places)
   if optimizer.on_host is not None:
-    params, opt_state = laid_out(params, opt_state, optimizer.tx)
+    params, opt_state = laid_out(params, opt_state, optimizer.tx, optimizer.on_host.kept)
   return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 

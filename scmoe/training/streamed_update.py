@@ -49,11 +49,14 @@ class OnHost:
     ahead: number of layers whose moments are fetched while the layers before them are updated and
       stored; 0: each layer's moments are fetched when the layer before has been stored. If the host
       computes the update, its gradients leave the device ahead instead.
+    kept: number of a stack's last layers whose moments and lower halves stay on the device; at
+      least the first layer's leave it.
     computes: whether the host computes the update (`scmoe.training.host_update`), so that moments
       and lower halves stay where they are.
   """
 
   ahead: int = 1
+  kept: int = 0
   computes: bool = False
 
 
@@ -168,7 +171,7 @@ class _Slot:
   Attributes:
     stack: name of its stack, or "".
     value: an `Apart` or an array. As the update goes on, the new layers replace the old ones in it.
-    on_host: whether it lies in the host's memory.
+    on_host: whether it lies in the host's memory; of an `Apart`, some layers do.
     shared: whether it belongs to no parameter, e.g. a counter: every layer sees it, and the last
       layer's result is kept.
   """
@@ -180,8 +183,7 @@ class _Slot:
 
   @staticmethod
   def of(path: Any, leaf: Any) -> _Slot:
-    first = leaf.parts[0] if is_apart(leaf) else leaf
-    on_host = is_on_host(first)
+    on_host = any(map(is_on_host, leaf.parts if is_apart(leaf) else [leaf]))
     shared = path[0].key == "opt_state" and not on_host
     return _Slot(stack_of(path), leaf, on_host, shared)
 
@@ -190,11 +192,15 @@ class _Slot:
       return False
     return layer.index < count_of(self.stack, self.value)
 
+  def _own(self, layer: Layer) -> Any:
+    return self.value.parts[layer.index] if is_apart(self.value) else self.value
+
+  def _is_away(self, layer: Layer) -> bool:
+    return self.on_host and self._is_of(layer) and is_on_host(self._own(layer))
+
   def away(self, layer: Layer) -> Any:
     """The slot's array of this layer, if it lies in the host's memory; else None."""
-    if not self.on_host or not self._is_of(layer):
-      return None
-    return self.value.parts[layer.index] if is_apart(self.value) else self.value
+    return self._own(layer) if self._is_away(layer) else None
 
   def here(self, layer: Layer) -> Any:
     """The slot's array of this layer, if it lies in the device's memory; else None.
@@ -203,10 +209,10 @@ class _Slot:
     """
     if self.shared:
       return self.value
-    if self.on_host or not self._is_of(layer):
+    if self._is_away(layer) or not self._is_of(layer):
       return None
-    if not self.stack:
-      return self.value
+    if is_apart(self.value) or not self.stack:
+      return self._own(layer)
     return jax.lax.slice_in_dim(self.value, layer.index, layer.index + 1)
 
   def to_host(self, new: Any, layer: Layer) -> Any:
@@ -214,7 +220,7 @@ class _Slot:
 
     None if the slot has no array of this layer, or if that array stays on the device.
     """
-    if not self.on_host or not self._is_of(layer):
+    if not self._is_away(layer):
       return None
     return jax.device_put(new, jax.memory.Space.Host)
 

@@ -46,6 +46,7 @@ EXACT = {"xla_cpu_max_isa": "AVX"}
 PLACES = {
   "device": {},
   "host": {"moments_in": "host"},
+  "part": {"moments_in": "host", "moments_kept": 2},
   "computed": {"moments_in": "host", "moments_update": "host"},
 }
 HALVES = OptimizerAblation(masters="halves")
@@ -103,14 +104,31 @@ def named_bits(tree):
   return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
-def test_the_steps_are_the_same_bit_for_bit():
+@pytest.mark.parametrize("place", ["host", "part"])
+def test_the_steps_are_the_same_bit_for_bit(place):
   """With two microbatches, clipping, a skipped step, an average and moments that ranks share."""
-  own, state, good = stepped("host")
+  own, state, good = stepped(place)
   _, want, same = stepped("device")
   assert good == same == [number != BAD for number in range(STEPS)]
   got = named_bits(state.for_checkpoint())
   assert got == named_bits(want.for_checkpoint())
-  assert all(map(lies_on_host, jax.tree.leaves(own.abstract_state().opt_state)[1:]))
+  if place == "host":
+    assert all(map(lies_on_host, jax.tree.leaves(own.abstract_state().opt_state)[1:]))
+
+
+def test_the_last_layers_of_a_stack_may_stay_on_the_device():
+  """And the plan counts them there; the first layer leaves it whatever is asked for."""
+  own, state, _ = stepped("part")
+  stacks = jax.tree.leaves((state.params, state.opt_state), is_leaf=is_apart)
+  places = {tuple(map(lies_on_host, x.parts)) for x in stacks if is_apart(x)}
+  assert places == {(True, False, False)}
+  plan, whole = dry_run(own.run), dry_run(built("host").run)
+  assert plan.away.layers == whole.away.layers[:2]
+  moved = whole.away.total - plan.away.total
+  memory = lambda run: run.memory.parameters + run.memory.optimizer
+  assert memory(plan) == memory(whole) + moved
+  more = dataclasses.replace(own.run, mesh=dataclasses.replace(own.run.mesh, moments_kept=9))
+  assert dry_run(more).away == plan.away
 
 
 def test_the_host_computes_the_same_update():
@@ -200,7 +218,8 @@ def test_only_counters_and_what_the_model_reads_lie_on_the_device():
 
 
 @pytest.mark.parametrize(
-  ("place", "other"), [("host", "device"), ("device", "host"), ("computed", "device")]
+  ("place", "other"),
+  [("host", "device"), ("device", "host"), ("computed", "device"), ("device", "part")],
 )
 def test_a_checkpoint_loads_in_the_other_place(place, other, tmp_path):
   """Also on another mesh, where ranks share nothing."""

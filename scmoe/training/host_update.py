@@ -242,7 +242,7 @@ class HostStep:
       if not self.ahead:
         jax.block_until_ready([values[slot] for slot in near])
     for i, new in zip(parts.shared, new_shared):
-      values[i] = jax.device_put(np.asarray(new), values[i].sharding)
+      values[i] = _everywhere(np.asarray(new), values[i].sharding)
     return values
 
   def _update_of(
@@ -353,6 +353,10 @@ def _give_up(tree: PyTree) -> None:
     x.delete()
 
 
+def _everywhere(value: np.ndarray, sharding: NamedSharding) -> Array:
+  return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
 def _holder(value: Any, layer: Layer) -> Any:
   one = value.parts[layer.index] if isinstance(value, Apart) else value
   assert is_kept(one)
@@ -363,14 +367,13 @@ def _on_way_out(arrays: list[Array], layer: Layer) -> list[Array]:
   """One layer's arrays, [1, ...] in a stack, on their way to pinned memory; returns at once."""
   place = lambda x: NamedSharding(x.sharding.mesh, x.sharding.spec, memory_kind=HOST)
   places = tuple(place(x) for x in arrays)
-  if not layer.stack:
-    return jax.device_put(arrays, list(places))
-  return _taker(places)(arrays, np.int32(layer.index))
+  return _taker(places, bool(layer.stack))(arrays, np.int32(layer.index))
 
 
 @functools.lru_cache(maxsize=64)
-def _taker(places: tuple[NamedSharding, ...]) -> Any:
-  take = lambda arrays, i: [jax.lax.dynamic_slice_in_dim(x, i, 1) for x in arrays]
+def _taker(places: tuple[NamedSharding, ...], stacked: bool) -> Any:
+  cut = lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, 1) if stacked else x
+  take = lambda arrays, i: [cut(x, i) for x in arrays]
   return jax.jit(take, out_shardings=list(places))
 
 

@@ -7,6 +7,7 @@ The arms take turns; each turn makes its state anew, runs one step, and times th
   host      moments and lower halves in pinned memory of the host, each layer's fetched while the
             layer before it leaves (mesh.moments_in=host)
   blocking  the same, but no copy runs beside another (mesh.moments_ahead=0)
+  part      as host, with the moments of the last two layers on the device (mesh.moments_kept=2)
   computed  the host updates them with its own cores: gradients leave, each layer's while the layer
             before is updated (mesh.moments_update=host)
   waiting   the same, but no copy runs beside an update (mesh.moments_ahead=0)
@@ -61,6 +62,7 @@ from scmoe.training.masters import Halves
 ARMS = {
   "host": {"mesh.moments_in": "host"},
   "blocking": {"mesh.moments_in": "host", "mesh.moments_ahead": "0"},
+  "part": {"mesh.moments_in": "host", "mesh.moments_kept": "2"},
   "computed": {"mesh.moments_in": "host", "mesh.moments_update": "host"},
   "waiting": {"mesh.moments_in": "host", "mesh.moments_update": "host", "mesh.moments_ahead": "0"},
   "device": {"mesh.moments_in": "device"},

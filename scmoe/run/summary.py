@@ -10,13 +10,14 @@ from typing import Any
 import jax
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.sizes import size_of
+from scmoe.base.sizes import duration, size_of
 from scmoe.models.config import ModelConfig
 from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import dry_run
 from scmoe.run.dry_run_text import model_lines
+from scmoe.run.estimates import BUS_SHARE, DEVICES
 from scmoe.run.host_memory import check_host_memory, host_memory, planned_away
 from scmoe.run.nearest import changed_fields, on_as_many_devices, smallest_data
 from scmoe.run.sharing import bytes_per_device
@@ -75,8 +76,14 @@ def _host_lines(built: build.Built) -> list[str]:
   plan = planned_away(built.run, built.abstract_state())
   if plan is None:
     return []
-  kept, more = size_of(plan.total), size_of(plan.saving)
-  return [f"             {kept} in the host's memory for each device, {more} more during a save"]
+  kept, more, kind = size_of(plan.total), size_of(plan.saving), jax.devices()[0].device_kind
+  what = "copies and the host's update take" if plan.leaving else "copies take"
+  rates = [BUS_SHARE * device.bus for device in DEVICES if device.name in kind]
+  planned = [f"; {what} {duration(plan.seconds(rate))} a step by the plan" for rate in rates]
+  return [
+    f"             {kept} in the host's memory for each device, {more} more during a save"
+    + "".join(planned[:1])
+  ]
 
 
 def state_bytes(built: build.Built) -> int:

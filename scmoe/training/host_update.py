@@ -22,6 +22,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -173,13 +174,19 @@ class HostStep:
     return self.run(self._program, state, batch)
 
   def run(self, program: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, dict, dict]:
-    """The step with its compiled program; returns when the last layer is on its way back."""
+    """The step with its compiled program; returns when the last layer is on its way back.
+
+    The scalars have `update_seconds` too: how long the host took from the norm of the gradients to
+    there.
+    """
     state = self._parts.keeping(state)
     before = without_kept(state)
     rest, scalars, arrays, left = program(before, batch)
-    values = self._parts.filled(left.near, state)
-    if bool(np.asarray(left.good)):
+    values, good = self._parts.filled(left.near, state), bool(np.asarray(left.good))
+    began = time.perf_counter()
+    if good:
       values = self._updated(values, left)
+    scalars = scalars | {"update_seconds": time.perf_counter() - began}
     parts = self._parts.structure.unflatten(values)
     if self._whole is not None:
       near = jax.tree.map(lambda x: ABSENT if is_away(x) else x, parts["params"], is_leaf=is_apart)

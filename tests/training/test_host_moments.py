@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections import Counter
 
 import jax
@@ -17,6 +18,7 @@ from scmoe.models.stacked import is_apart
 from scmoe.offload.memory import HOST
 from scmoe.parallel.mesh import MeshConfig, batch_sharding
 from scmoe.run import host_memory as host_memory_module
+from scmoe.run import summary
 from scmoe.run.build import build
 from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import dry_run
@@ -93,6 +95,7 @@ def stepped(place, stored=-1):
     if number == BAD:
       norm["scale"] = jax.device_put(np.full_like(scale, np.inf), at)
     state, scalars, _ = step(state, batch)
+    assert ("update_seconds" in scalars) == (place == "computed")
     good.append(bool(scalars["finite"]))
     if number == BAD:
       state.params["norm"]["scale"] = jax.device_put(scale, at)
@@ -274,6 +277,20 @@ def test_the_plan_of_an_update_by_the_host():
   assert sum(plan.leaving) == sum(plan.arriving) + 4 * elements
   assert (len(plan.layers), plan.together) == (1 + MODEL.num_layers, 4)
   assert plan.saving > plan.total
+
+
+@pytest.mark.parametrize(
+  ("place", "words"), [("host", "copies take"), ("computed", "copies and the host's update take")]
+)
+def test_a_run_says_what_the_plan_expects_of_its_gpu(place, words, monkeypatch):
+  own = built(place)
+
+  class Gpu:
+    device_kind = "NVIDIA H100 80GB HBM3"
+
+  monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
+  (line,) = summary._host_lines(own)
+  assert re.search(rf"during a save; {words} [0-9.e-]+ ms a step by the plan$", line)
 
 
 def test_the_model_of_the_host_s_update_by_hand(monkeypatch):

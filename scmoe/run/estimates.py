@@ -21,7 +21,8 @@ PRODUCTS = 0.71  # measured: 700 of 989 TFLOP/s in large products on one H200
 MEMORY_SHARE = 0.83  # measured: 4.0 of 4.8 TB/s on one H200
 BUS_SHARE = 0.81  # measured: 52 of 64 GB/s from pinned memory to one H200
 HOST_DEVICES = 8  # GPUs of one host that NVLink joins
-HOST_RATE = 1e11  # assumed: bytes/s at which 16 cores of a server update moments in its memory
+# Bytes/s that a host reads and writes in an update: 16 cores at 5 GB/s, as one core was measured.
+HOST_RATE = 8e10
 
 
 @dataclasses.dataclass(frozen=True)

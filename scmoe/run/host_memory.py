@@ -1,9 +1,10 @@
 """Bytes that a run keeps in the host's memory (`mesh.moments_in=host`), and the time of copies.
 
 The planner's model of a streamed update: the link carries both directions at once, each at the same
-rate. Layers are fetched one after the other, and stored one after the other. The fetch of layer i
-waits for the store of layer i - 1 - ahead, as the barriers of `scmoe.training.streamed_update` say.
-The computation of the update is left out: the device's own memory is about sixty times as fast.
+rate. With ahead = 1 layer 0 is fetched first; then each layer's store and the fetch of the layer
+behind it begin together, and both end before the next two begin, as the barriers of
+`scmoe.training.streamed_update` say. With ahead = 0 no copy runs beside another. The computation of
+the update is left out: the device's own memory is about sixty times as fast.
 
 The model of an update that the host computes (`mesh.moments_update=host`): gradients leave layer by
 layer, those of layer i + ahead as the update of layer i begins (`scmoe.training.host_update`). The
@@ -86,11 +87,12 @@ class Away:
     return self._computed(rate) if self.leaving else self._streamed(rate)
 
   def _streamed(self, rate: float) -> float:
-    fetched, stored = 0.0, [0.0] * (self.ahead + 1)  # when the last fetch, and each store, ended
-    for size in self.layers:
-      fetched = max(fetched, stored[-1 - self.ahead]) + size / rate
-      stored.append(max(fetched, stored[-1]) + size / rate)
-    return stored[-1]
+    first = max(self.ahead, 1)
+    seconds = sum(self.layers[:first]) / rate
+    for i, size in enumerate(self.layers):
+      fetched = self.layers[i + first] if i + first < len(self.layers) else 0
+      seconds += (max(size, fetched) if self.ahead else size + fetched) / rate
+    return seconds
 
   def _computed(self, rate: float) -> float:
     begun = [0.0] * (self.ahead + 1)  # when each update began; those before the first: at once

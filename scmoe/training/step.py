@@ -23,7 +23,7 @@ from scmoe.models.gradient_sums import Losses, accumulate
 from scmoe.models.stacked import is_apart
 from scmoe.parallel.gradients import global_norm
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, shardings_of
-from scmoe.training import masters
+from scmoe.training import masters, streamed_update
 from scmoe.training.host_arrays import to_device
 from scmoe.training.host_state import divided, joined, laid_out
 from scmoe.training.host_update import begun_on_host, make_host_step, without_kept
@@ -291,6 +291,8 @@ def make_train_step(
   local_step = make_local_step(objective, optimizer, masters.readable(specs.params), **how)
   everywhere: NamedSharding = replicated(mesh)
   shardings = shardings_of(abstract)
+  if optimizer.on_host is not None:
+    compiler_options = streamed_update.COMPILED | (compiler_options or {})
   return jax.jit(
     manual(local_step, mesh, (specs, P(None, BATCH_AXES)), (specs, P(), P())),
     donate_argnums=0,

@@ -344,9 +344,10 @@ def test_a_fetch_waits_for_the_store_of_the_layer_before_it(ahead):
 def test_the_model_of_the_copies_by_hand():
   """Layers of 2, 1 and 1 bytes at 1 byte/s; with 1 ahead, both directions at once."""
   assert Away((2, 1, 1), 0).seconds(1.0) == 8
-  # fetches end at 2, 3 and (after the first store, at 4) 5; stores at 4, 5, 6
+  # the first fetch ends at 2, each store and the fetch beside it at 4, 5, and the last store at 6
   assert Away((2, 1, 1), 1).seconds(1.0) == 6
-  assert Away((2, 1, 1), 2).seconds(1.0) == 6
+  assert Away((1, 2, 1), 1).seconds(1.0) == 6  # a larger layer's fetch holds the store's place
+  assert Away((2, 1, 1), 2).seconds(1.0) == 7
   assert Away((1,) * 10, 1).seconds(2.0) == 5.5
   assert [Away((2, 1, 3), n).on_device for n in (0, 1, 2, 9)] == [3, 4, 6, 6]
 

@@ -59,6 +59,7 @@ from scmoe.kernels.one_row.attention import (
 )
 from scmoe.kernels.permute.positions import running_positions_kernel
 from scmoe.kernels.top_k import GateOutput, gate_product, gate_top_k, gate_under_norm
+from scmoe.layers import pages
 from scmoe.layers.pages import PageTable, attend_over
 
 SIZES = [60, 0, 70]
@@ -986,6 +987,7 @@ def test_attention_over_pages_simulated(
   """Equal to rows' own caches; what no row sees is infinite, and rows without a token get zeros."""
   take = functools.partial(decode_attention.takes, backend="mosaic_gpu")
   monkeypatch.setattr(decode_attention, "takes", take)
+  monkeypatch.setattr(pages, "IN_PLACE", True)
   rows, columns = len(lasts), 384 // page
   order = np.random.default_rng(0).permutation(rows * columns + 1)
   table = np.full((rows, columns), 2**30, np.int32)

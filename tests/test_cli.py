@@ -386,7 +386,7 @@ def test_train_stop_resume_evaluate_generate(further, here, capsys, quick_compil
   code, _, err = outcome(generate.main, capsys, "--workdir=a", "--chat", "--prompt=a")
   assert (code, "--prompt and --chat exclude each other" in err) == (2, True)
   # The mesh changes no greedy token, and no loss but by rounding.
-  for mesh in ("expert=2,tensor=2", "data=2")[: 1 + further]:
+  for mesh in ("expert=2,tensor=2", "data=2")[: 2 * further]:
     code, text, err = outcome(generate.main, capsys, "--workdir=a", *prompts, f"--mesh={mesh}")
     assert (code, text) == (0, out), err
   argv = ["--workdir=a", "--max_batches=2", "--json=f.json", "--mesh=expert=2"]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 
 def drawn(shapes: Any, std: float = 0.1, seed: int = 0) -> Any:
@@ -25,3 +26,9 @@ def drawn_init(built: Any, std: float = 0.1, seed: int = 0) -> Any:
   params = drawn(built.shapes, std, seed)
   router = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), built.router_shapes)
   return lambda key: jax.tree.map(jnp.asarray, (params, router))
+
+
+def drawn_model(make: Any, std: float = 0.3, seed: int = 0) -> Any:
+  """The module that `make` makes, with parameters of `drawn`; its own are never made."""
+  graph, state = nnx.split(nnx.eval_shape(make))
+  return nnx.merge(graph, jax.tree.map(jnp.asarray, drawn(state, std, seed)))

@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from covering import night
 
 from scmoe import convert, evaluate, train
 from scmoe.base.errors import CheckpointError, ConfigError, DataError, Preempted
@@ -89,8 +90,11 @@ def test_another_wiring_keeps_what_the_map_says(root, capsys):
   assert (model.mix, model.shortcut_norm, model.top_k) == ("direct", "own", 2)
 
 
-def test_the_new_run_learns_from_its_source_resumes_and_is_evaluated(root, capsys):
-  for name in ("whole", "halves"):
+@pytest.mark.parametrize("compared", [False, night(True)], ids=["alone", "with the whole"])
+def test_the_new_run_learns_from_its_source_resumes_and_is_evaluated(root, compared, capsys):
+  """By day test_teacher.py compares a resumed student with one that was not stopped."""
+  new = root / f"halves-{compared}"
+  for name in [new.name, "whole"][: 1 + compared]:
     made(root, name, "wiring=farskip")
   taught = (f"--config.train.teacher={root / 'teacher'}", "--config.train.steps=2")
 
@@ -98,24 +102,26 @@ def test_the_new_run_learns_from_its_source_resumes_and_is_evaluated(root, capsy
     flags = [f"--config_json={root / name / 'config.json'}", f"--workdir={root / name}"]
     train.main([*flags, *taught, *QUICK, *argv])
 
-  run("whole")
   with pytest.raises(Preempted):
-    run("halves", "--config.train.stop_after=1")
-  run("halves", "--config.train.stop_after=0")
-  jax.tree.map(np.testing.assert_array_equal, leaves(root / "whole", 2), leaves(root / "halves", 2))
-  lines = read_metrics(root / "whole")
+    run(new.name, "--config.train.stop_after=1")
+  run(new.name, "--config.train.stop_after=0")
+  if compared:
+    run("whole")
+    jax.tree.map(np.testing.assert_array_equal, leaves(root / "whole", 2), leaves(new, 2))
+  lines = read_metrics(new)
   assert [line["step"] for line in lines] == [1, 2]
   assert all(line["divergence"] > 0 for line in lines)
-  assert not np.array_equal(*(leaves(root / "whole", i)[f"{UNIT}own_norm.scale"] for i in (0, 2)))
-  assert json.loads((root / "whole" / "teacher.json").read_text())["step"] == 3
-  figures = evaluate.evaluate_run(str(root / "whole"), mesh="data=1", max_batches=1)
+  assert not np.array_equal(*(leaves(new, i)[f"{UNIT}own_norm.scale"] for i in (0, 2)))
+  assert json.loads((new / "teacher.json").read_text())["step"] == 3
+  figures = evaluate.evaluate_run(str(new), mesh="data=1", max_batches=1)
   assert np.isfinite(figures["loss"])
   # It is a source in its turn: its shared expert and its norm stay.
-  flags = [f"--from={root / 'whole'}", f"--workdir={root / 'pos1'}", "--upcycle=wiring=scmoe_pos1"]
+  pos1 = f"pos1-{compared}"
+  flags = [f"--from={new}", f"--workdir={root / pos1}", "--upcycle=wiring=scmoe_pos1"]
   convert.main([*flags, "--mesh=data=1"])
-  found, source = leaves(root / "pos1", 0), leaves(root / "whole", 2)
+  found, source = leaves(root / pos1, 0), leaves(new, 2)
   jax.tree.map(np.testing.assert_array_equal, found, source)
-  assert open_run(str(root / "pos1"), 0).run.train.teacher == ""
+  assert open_run(str(root / pos1), 0).run.train.teacher == ""
 
 
 @pytest.mark.parametrize(

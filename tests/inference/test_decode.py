@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import by_day_and_night, night
+from drawn import drawn_model
 from flax import nnx
 
 from scmoe.base.errors import ConfigError
@@ -57,7 +58,8 @@ def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64, un
     init_std=0.3,  # far from uniform predictions, so that greedy choices are no ties
   )
   overlap = OverlapConfig(unroll=unroll)
-  return GPT(config.resolve(vocab_size=VOCAB), overlap=overlap, rngs=nnx.Rngs(0))
+  config = config.resolve(vocab_size=VOCAB)
+  return drawn_model(lambda: GPT(config, overlap=overlap, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize(

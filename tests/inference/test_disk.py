@@ -9,6 +9,7 @@ import threading
 import jax
 import pytest
 from covering import night
+from drawn import drawn_init
 
 from scmoe.base.errors import ConfigError
 from scmoe.inference.offload.plan import OffloadRequest
@@ -36,7 +37,7 @@ def folder(request, tmp_path_factory):
   run = dataclasses.replace(run, model=dataclasses.replace(run.model, **options))
   run = single_device(run.resolve(num_devices=1, vocab_size=vocab_size(run.data)))
   run = inference_run(run, request.param)
-  params, router = jax.jit(build(run).init)(jax.random.key(0))
+  params, router = drawn_init(build(run), 0.3)(None)
   leaves = flat({"params": params, "router": router})
   path = tmp_path_factory.mktemp("model") / request.param
   planned = parts(run, request.param)

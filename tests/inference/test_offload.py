@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import night
+from drawn import drawn_model
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -38,7 +39,7 @@ def make_model(mesh_config=None, **options):
     **{**sizes, "wiring": "scmoe_pos2", "top_k": 2, "context": 32, "dtype": "float32",
        "init_std": 0.3, **options}
   ).resolve(vocab_size=VOCAB)  # fmt: skip
-  model = GPT(config, rngs=nnx.Rngs(0))
+  model = drawn_model(lambda: GPT(config, rngs=nnx.Rngs(0)))
   mesh = make_mesh(mesh_config) if mesh_config else make_mesh(devices=jax.devices()[:1])
   graph, params = nnx.split(model)
   put = lambda x, spec: jax.device_put(x.astype(config.dtype), NamedSharding(mesh, spec))

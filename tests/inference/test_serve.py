@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from covering import night
+from drawn import drawn_init
 
 from scmoe import serve
 from scmoe.base.errors import ConfigError, DataError, StorageError
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
   model = dataclasses.replace(run.model, context=64, init_std=0.3)
   run = dataclasses.replace(run, model=model)
   run = single_device(run.resolve(num_devices=1, vocab_size=vocab_size(run.data)))
-  params, router = jax.jit(build(run).init)(jax.random.key(0))
+  params, router = drawn_init(build(run), 0.3)(None)
   leaves = flat({"params": params, "router": router})
   path = tmp_path_factory.mktemp("model") / "a"
   write_folder(path, run, values_of(leaves, parts(run, "float32")), dtype="float32")

@@ -11,6 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from drawn import drawn_init
 from safetensors.numpy import load_file
 
 from scmoe import convert, evaluate
@@ -54,7 +55,7 @@ def runs(tmp_path_factory):
     router = dataclasses.replace(run.router, bias="sign")
     run = dataclasses.replace(run, model=model, router=router)
     built = build(single_device(run.resolve(num_devices=1, vocab_size=vocab_size(run.data))))
-    params, state = jax.jit(built.init, out_shardings=built.shardings)(jax.random.key(0))
+    params, state = jax.device_put(drawn_init(built, 0.3)(None), built.shardings)
     state["bias"] = 0.01 * jax.random.normal(jax.random.key(1), state["bias"].shape)
     meta = {"config": built.config, "data_fingerprint": {}, "mesh": dict(built.mesh.shape),
             "processes": 1, "tokens": 0, WEIGHTS_ONLY: True}  # fmt: skip

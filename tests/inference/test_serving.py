@@ -17,7 +17,7 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.inference.decode import generate
 from scmoe.inference.sampling import Sampling, sample
 from scmoe.inference.serving.draw import Draws, Needs, draw
-from scmoe.inference.serving.jobs import NEWEST, Statistics
+from scmoe.inference.serving.jobs import NEWEST, Job, Statistics
 from scmoe.inference.serving.pool import FreePages, widths
 from scmoe.inference.serving.programs import Turn
 from scmoe.inference.serving.requests import Answer, Ending, Request
@@ -288,6 +288,16 @@ def test_a_wrong_request_is_refused_in_one_line(words):
     Request(**{"prompt": [1, 2, 3], "max_new_tokens": 4, **WRONG[words]}).checked(VOCAB, 32)
   assert words in str(caught.value)
   assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_do_not_overflow():
+  """A position behind 300 tokens is no np.uint8; one in a sum would end the server's loop."""
+  given = {"max_new_tokens": np.uint8(200), "seed": np.int8(-5), "logprobs": np.int16(3)}
+  request = Request(list(range(64)) * 5, **given).checked(VOCAB, 1024)
+  assert Job(0, request, Ending(request, frozenset(), None), 0.0).positions == 519
+  for name, value in given.items():
+    assert type(getattr(request, name)) is int
+    assert getattr(request, name) == value
 
 
 @pytest.mark.parametrize(

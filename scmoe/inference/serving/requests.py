@@ -47,7 +47,8 @@ class Request:
   def checked(self, vocabulary: int, context: int) -> Request:
     """Checks every field; returns the request with some fields in other types.
 
-    Prompt and stops become tuples, `temperature` and `top_p` floats; `top_k` becomes at most V.
+    Prompt and stops become tuples, `temperature` and `top_p` floats, NumPy's integers Python's;
+    `top_k` becomes at most V.
 
     Args:
       vocabulary: V, the number of token ids; they are from 0 to V - 1.
@@ -66,12 +67,13 @@ class Request:
       )
     if type(self.prompt_logprobs) is not bool:
       raise ConfigError(f"prompt_logprobs={_shown(self.prompt_logprobs)} must be true or false")
-    if self.logprobs is not None:
-      self._integer("logprobs", 0, MOST_LOGPROBS)
-    self._integer("seed", -(2**63) + 1, 2**63 - 1)
+    shown = None if self.logprobs is None else self._integer("logprobs", 0, MOST_LOGPROBS)
     return dataclasses.replace(
       self,
       prompt=prompt,
+      max_new_tokens=new,
+      seed=self._integer("seed", -(2**63) + 1, 2**63 - 1),
+      logprobs=shown,
       temperature=self._number("temperature", 0.0, 1e6),
       top_k=min(self._integer("top_k", 0, 2**63 - 1), vocabulary),
       top_p=self._number("top_p", 0.0, 1.0, above=True),

@@ -200,6 +200,7 @@ def measures(records: Sequence[Record]) -> list[Measure]:
     Measure("bits_per_byte", "bits/byte", _last_eval("bits_per_byte"), better="lower"),
     *of_domains,
     Measure("accuracy", "accuracy", _last_eval("accuracy"), better="higher"),
+    Measure("ema_accuracy", "EMA's accuracy", _last_eval("ema_accuracy"), better="higher"),
     Measure("train_loss", "training loss", _last("loss"), better="lower"),
     Measure("tokens_per_second", "tokens/s", _median("tokens_per_second"), "{:,.0f}", "higher"),
     Measure("milliseconds_per_step", "step ms", _step_ms, "{:,.1f}", "lower"),

@@ -26,7 +26,13 @@ from scmoe.reports.records import Line, Record, number, printable
 from scmoe.reports.statistics import PairedTest, equivalence, holm, paired_test
 from scmoe.reports.tables import Table
 
-METRICS = {"loss": "lower", "bits_per_byte": "lower", "accuracy": "higher"}  # which way is better
+# Which way is better; `ema_` is that of the average of the weights (`optimizer.ema`).
+METRICS = {
+  "loss": "lower",
+  "bits_per_byte": "lower",
+  "accuracy": "higher",
+  "ema_accuracy": "higher",
+}
 LEVEL = 0.05  # significance level of a test, after Holm's adjustment
 POINTS = 200  # most points of a training curve in a result line
 _ROUTER = ("drop", "imbalance", "dead", "diversity", "router_entropy", "confidence",

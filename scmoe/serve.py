@@ -109,15 +109,18 @@ def main(argv: list[str]) -> None:
 def _session(values: dict[str, Any], memory: int) -> Session:
   """Opens the model; prints where its experts lie if they are not on the devices.
 
-  The planner, which decides where they lie, reserves memory for pages: `memory` bytes, or if that
-  is 0 enough for one text of the model's context. In the second case the pool takes what is left.
+  The planner, which decides where they lie, reserves memory for pages: `memory` bytes, but no more
+  than all slots need for texts as long as the model's context, since the pool takes no more; or if
+  `memory` is 0 enough for one such text. In the second case the pool takes what is left.
   Activations are those of one pass, of `prefill_tokens` and a token of each slot, not of all tokens
   in the pages.
   """
   run = placement.on_mesh(
     InferenceFolder(values["model"], values["allow_import"]).run, values["mesh"]
   )
-  tokens = memory // cached_bytes(run.model, run.mesh.tensor) or run.model.context
+  context, page = run.model.context, min(values["page_tokens"], run.model.context)
+  most = values["slots"] * -(-context // page) * page
+  tokens = min(most, memory // cached_bytes(run.model, run.mesh.tensor)) or context
   session = Session(
     model=values["model"],
     mesh=values["mesh"],
@@ -125,7 +128,7 @@ def _session(values: dict[str, Any], memory: int) -> Session:
     request=offload_request(values),
     rows=values["slots"],
     longest=max(1, tokens // values["slots"]),
-    piece=min(values["prefill_tokens"], run.model.context) + values["slots"],
+    piece=min(values["prefill_tokens"], context) + values["slots"],
     max_new_tokens=1,
     deterministic=values["deterministic"],
   )

@@ -294,6 +294,18 @@ def test_what_cannot_be_read_ends_the_loop():
     lines.take(wait=True)
 
 
+@pytest.mark.parametrize(("memory", "tokens"), [(0, 64), (20, 20), (2**30, 2 * 72)], ids=str)
+def test_the_planner_reserves_no_pages_that_no_slot_can_need(folder, monkeypatch, memory, tokens):
+  """Two slots of 64 positions, each of which fills 6 pages of 12 tokens; `memory` in tokens."""
+  seen = {}
+  made = lambda **options: seen.update(options) or SimpleNamespace(plan=[])
+  monkeypatch.setattr(serve, "Session", made)
+  monkeypatch.setattr(serve, "cached_bytes", lambda *model: 1)
+  values, _ = serve.parse([f"--model={folder}", "--slots=2", "--page_tokens=12"], serve.FLAGS)
+  serve._session(values, memory)
+  assert seen["rows"] * seen["longest"] == tokens
+
+
 @pytest.mark.parametrize(
   ("argv", "error", "words"),
   [

@@ -35,6 +35,7 @@ from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
 from scmoe.inference.offload.needs import cached_bytes
 from scmoe.inference.offload.plan import bytes_of
 from scmoe.inference.sampling import Sampling
+from scmoe.inference.serving.pool import FREE_SHARE, copied
 from scmoe.inference.serving.requests import Answer, Request
 from scmoe.inference.serving.server import MOST_SLOTS, MOST_TOKENS, Server
 from scmoe.offload.memory import allow_pinned_memory
@@ -110,8 +111,9 @@ def _session(values: dict[str, Any], memory: int) -> Session:
   """Opens the model; prints where its experts lie if they are not on the devices.
 
   The planner, which decides where they lie, reserves memory for pages: `memory` bytes, but no more
-  than all slots need for texts as long as the model's context, since the pool takes no more; or if
-  `memory` is 0 enough for one such text. In the second case the pool takes what is left.
+  than all slots need for texts as long as the model's context, since the pool takes no more. If
+  `memory` is 0, the pool takes what is left, and the planner reserves what leaves it one such text
+  beside the copies that a step makes.
   Activations are those of one pass, of `prefill_tokens` and a token of each slot, not of all tokens
   in the pages.
   """
@@ -119,15 +121,18 @@ def _session(values: dict[str, Any], memory: int) -> Session:
     InferenceFolder(values["model"], values["allow_import"]).run, values["mesh"]
   )
   context, page = run.model.context, min(values["page_tokens"], run.model.context)
-  most = values["slots"] * -(-context // page) * page
-  tokens = min(most, memory // cached_bytes(run.model, run.mesh.tensor)) or context
+  longest = -(-context // page) * page
+  most = values["slots"] * longest
+  tokens = min(most, memory // cached_bytes(run.model, run.mesh.tensor))
+  if not memory:
+    tokens = math.ceil((longest + copied(most, run.model.num_layers)) / FREE_SHARE)
   session = Session(
     model=values["model"],
     mesh=values["mesh"],
     allow_import=values["allow_import"],
     request=offload_request(values),
     rows=values["slots"],
-    longest=max(1, tokens // values["slots"]),
+    longest=max(1, -(-tokens // values["slots"])),
     piece=min(values["prefill_tokens"], context) + values["slots"],
     max_new_tokens=1,
     deterministic=values["deterministic"],

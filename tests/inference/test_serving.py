@@ -15,15 +15,18 @@ from flax import nnx
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
 from scmoe.inference.decode import generate
+from scmoe.inference.offload.model import Offload, offloaded
 from scmoe.inference.sampling import Sampling, sample
+from scmoe.inference.serving import server as server_module
 from scmoe.inference.serving.draw import Draws, Needs, draw
 from scmoe.inference.serving.jobs import NEWEST, Job, Statistics
-from scmoe.inference.serving.pool import FreePages, widths
+from scmoe.inference.serving.pool import FREE_SHARE, FreePages, widths
 from scmoe.inference.serving.programs import Turn
 from scmoe.inference.serving.requests import Answer, Ending, Request
 from scmoe.inference.serving.server import Server
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass
+from scmoe.parallel.mesh import make_mesh
 
 VOCAB = 64
 SMALL = {"slots": 3, "page_tokens": 8, "prefill_tokens": 16}
@@ -322,6 +325,23 @@ def test_a_model_whose_tokens_take_experts_in_turn_is_not_served():
   turns.router = dataclasses.replace(model.router, compat=compat)
   with pytest.raises(ConfigError, match=r"router.compat.uniform=True .* neighbours; serve a model"):
     Server(turns, **SMALL)
+
+
+def test_pages_leave_room_for_the_caches_of_experts(monkeypatch):
+  """Five pages fit beside the experts and a step's copies: all twelve pages, with two layers."""
+  mesh = make_mesh(devices=jax.devices()[:1])
+  model, options = offloaded(make_model(), mesh), {"mesh": mesh, **SMALL}
+  options["offload"] = Offload.named("early", "early", cache_size=2)
+  small = Server(model, pages=4, **options)
+  experts = sum(x.nbytes for x in jax.tree.leaves(small._caches["experts"]))
+  page = sum(x.nbytes for x in jax.tree.leaves(small._caches["stages"])) // 4
+  assert experts > 0
+  free = experts + int((5 + 12) * page / FREE_SHARE) + 1
+  monkeypatch.setattr(server_module, "free_bytes", lambda device: free)
+  assert Server(model, **options).pages == 5
+  monkeypatch.setattr(server_module, "free_bytes", lambda device: free - 2 * page)
+  with pytest.raises(ConfigError, match="free bytes leave room for 3 pages of 8 tokens, fewer"):
+    Server(model, **options)
 
 
 def test_a_text_to_stop_at_needs_a_tokenizer():

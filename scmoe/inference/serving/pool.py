@@ -1,6 +1,24 @@
-"""Free pages of a pool, and the widths of tables and pieces for which programs are compiled."""
+"""Free pages of a pool, the memory beside it, and the widths for which programs are compiled."""
 
 from __future__ import annotations
+
+# The share of a device's free memory that pages get, with their copies, if no option says how much.
+FREE_SHARE = 0.9
+
+
+def copied(most: int, layers: int) -> int:
+  """The tokens or bytes that a step copies where no kernel reads pages in place.
+
+  `pages.attend_over` copies the pages of one layer at a time, perhaps those of the next one too.
+
+  Args:
+    most: tokens or bytes of the pages that all slots can have, in all layers.
+    layers: number of layers.
+
+  Returns:
+    Tokens or bytes, as `most`.
+  """
+  return 2 * most // layers
 
 
 class FreePages:

@@ -112,15 +112,19 @@ def make_pool(static: Static, pages: int, page_tokens: int) -> Any:
   return jax.jit(program)
 
 
-def page_bytes(static: Static, params: Any, page_tokens: int) -> int:
-  """Bytes that one page takes in all layers together, on each device of the page's part."""
+def page_bytes(static: Static, params: Any, page_tokens: int) -> tuple[int, int]:
+  """Bytes that a page takes in all layers together, and those that all caches of experts take.
+
+  Each device of the page's part needs so many.
+  """
   model: GPT = nnx.merge(static.graph, params)
   shapes = jax.eval_shape(make_pool(static, 1, page_tokens), params)
-  shapes.pop("experts", None)
   own = lambda x, spec: (
     int(np.prod(NamedSharding(static.mesh, spec).shard_shape(x.shape))) * x.dtype.itemsize
   )
-  return sum(jax.tree.leaves(jax.tree.map(own, shapes, model.cache_specs())))
+  every = jax.tree.map(own, shapes, _cache_specs(model, static))
+  experts = sum(jax.tree.leaves(every.pop("experts", None)))
+  return sum(jax.tree.leaves(every)), experts
 
 
 def tokens_of_a_page(static: Static, params: Any, page_tokens: int) -> int:

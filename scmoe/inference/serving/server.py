@@ -29,7 +29,7 @@ from scmoe.inference.offload.model import Offload
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.serving.draw import Drawn, Draws, Needs
 from scmoe.inference.serving.jobs import Job, Part, Statistics, key_data
-from scmoe.inference.serving.pool import smallest, widths
+from scmoe.inference.serving.pool import FREE_SHARE, copied, smallest, widths
 from scmoe.inference.serving.programs import (
   Piece,
   Step,
@@ -54,8 +54,6 @@ _Pieces = list[tuple[int, Job, int, int]]
 # The least tokens of a piece and the fewest pages of a table for which programs are compiled,
 # unless the largest piece or table is smaller.
 _SHORTEST_PIECE, _FEWEST_PAGES = 16, 4
-# The share of a device's free memory that pages get if `pages` and `cache_bytes` are 0.
-_FREE_SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +96,9 @@ class Server:
     page_tokens: tokens of a page; rounded up where a kernel needs it.
     pages: pages of each part; 0: as many as all its slots need for texts as long as the model's
       context, or fewer if `cache_bytes` holds fewer.
-    cache_bytes: if `pages` is 0, memory of each device for pages. 0: 0.9 of what is free, less the
-      pages of two layers, which a step copies where no kernel reads them in place; no limit on a
-      device that does not say what is free.
+    cache_bytes: if `pages` is 0, memory of each device for pages. 0: 0.9 of what is free beside
+      the caches of experts, less the pages of two layers, which a step copies where no kernel reads
+      them in place; no limit on a device that does not say what is free.
     prefill_tokens: most tokens of prompts that each turn reads on each part.
     eos_id: an end token, or several; None: no token ends a text.
     decode: makes text of token ids; None: answers have no text, and requests no texts to stop at.
@@ -183,7 +181,7 @@ class Server:
     Raises:
       ConfigError: the pages do not hold one such text.
     """
-    size = page_bytes(self._static, params, self.page_tokens)
+    size, experts = page_bytes(self._static, params, self.page_tokens)
     every = self._slots * longest
     given = f"pages={pages}"
     remedy = f"use at least {longest}"
@@ -192,14 +190,11 @@ class Server:
       given = f"cache_bytes={cache_bytes} (--cache_memory of scmoe.serve) holds {pages} pages"
       remedy = f"use at least {longest * size} bytes"
     elif not pages:
-      known = self._static.mesh.devices.flat[0].memory_stats() or {}
-      pages = every
-      if "bytes_limit" in known:
-        # Without a kernel that reads them in place (`pages.attend_over`) a step copies the pages of
-        # one layer at a time, perhaps of the next one as well.
-        copied = 2 * every * size // self.config.num_layers
-        free = known["bytes_limit"] - known["bytes_in_use"]
-        pages = min(every, max(0, int(_FREE_SHARE * free) - copied) // size)
+      pages, known = every, free_bytes(self._static.mesh.devices.flat[0])
+      if known is not None:
+        free = known - experts  # the caches of experts are made together with the pool
+        room = int(FREE_SHARE * free) - copied(every * size, self.config.num_layers)
+        pages = min(every, max(0, room) // size)
         given = f"a device's {free} free bytes leave room for {pages} pages"
         remedy = f"{longest} need {longest * size} bytes; use fewer slots, or a larger mesh.tensor"
     if pages < longest:
@@ -440,6 +435,12 @@ class Server:
         next(part for part in self._parts if job in part.jobs).release(job)
         self._finished.append(job.answer(finish))
         self.statistics.add(self._finished[-1])
+
+
+def free_bytes(device: Any) -> int | None:
+  """Bytes of a `jax.Device` that no array takes; None if the device does not say."""
+  known = device.memory_stats() or {}
+  return known["bytes_limit"] - known["bytes_in_use"] if "bytes_limit" in known else None
 
 
 def _draws(shape: int, rows: Rows) -> Draws:

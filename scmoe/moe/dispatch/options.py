@@ -27,7 +27,8 @@ class DispatchAblation(Options, path="dispatch.ablation"):
   first_round: bool = option(
     False,
     "packed, dropless, put: no overflow rounds: rows without room in the first one add nothing to "
-    "the result. dispatch.overflow=repeat has this in the program whose steps it may run again",
+    "the result, except in calls that drop nothing, as of a teacher. dispatch.overflow=repeat has "
+    "this in the program whose steps it may run again",
   )
 
 

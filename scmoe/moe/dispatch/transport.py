@@ -160,7 +160,9 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
     given |= {"capacity_factor": capacity_factor, "no_drop": no_drop, "exchange": exchange}
     needs = ("dispatch", "combine")
     return construct(config.transport, "dispatch.transport", config, **given, needs=needs)
-  first = config.ablation.first_round
+  # A call without drops runs the overflow rounds even where a training step leaves them out: what a
+  # second model of the step leaves over, nobody counts.
+  first = config.ablation.first_round and not no_drop
   factor = config.capacity_factor if capacity_factor is None else capacity_factor
   lossless = no_drop or factor == 0
   lossless |= capacity_factor is None and config.transport in ("dropless", "put")

@@ -38,7 +38,7 @@ from scmoe.training.variants import Variant
 
 FAILURE = "failure.json"
 NUMBERS = ("objective", "grad_norm", "loss_scale")  # are compared as texts with all their digits
-_SHAPE = {"step": int, "variant": dict} | dict.fromkeys(NUMBERS, Maybe(str))
+_SHAPE = {"step": int, "variant": dict, "looped": Maybe(bool)} | dict.fromkeys(NUMBERS, Maybe(str))
 FLAGS = (
   Flag("bundle", str, "", "folder that the failed run left: WORKDIR/replay", required=True),
   SIMULATE,
@@ -100,6 +100,7 @@ def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, b
   sharding = batch_sharding(built.mesh, leading=1)
   put = lambda x: jax.make_array_from_process_local_data(sharding, x)
   step = Steps(built, abstract, bundle)(variant)
+  step.go_on({"pace": {"looped": failure.get("looped", False)}})
   state = before(restored.state, failure).like(abstract).placed(abstract)
   state = dataclasses.replace(state, teacher=teacher)
   _, scalars, _ = step(state, jax.tree.map(put, batch))

@@ -53,6 +53,8 @@ class GuidedStep:
   # Whether a step's result is final only once `left_over` was asked, and the number of steps that
   # were run again so far (`RepeatingStep`).
   repeats, repeated = False, 0
+  # Whether the step that was begun last ran with overflow rounds from the start.
+  ran_looped = False
 
   def __init__(
     self,
@@ -118,6 +120,18 @@ class GuidedStep:
     if self.waiting is not None:
       self.waiting()
       self.waiting = None
+
+  @property
+  def history(self) -> dict[str, Any]:
+    """The figures that decide which program runs the next step, for a checkpoint; here none.
+
+    The programs round differently, so a resumed run needs it to have an unbroken run's bits.
+    """
+    return {}
+
+  def go_on(self, history: Mapping[str, Any]) -> None:
+    """Takes over the `history` that a mapping, such as a checkpoint's meta, has among its items."""
+    del history
 
   def begin(self, *args: Any) -> Any:
     """Dispatches one step; here the same as a call, whose result is final."""

@@ -201,7 +201,6 @@ class Run:
     """Restores or initialises the state, writes config and card, and opens outputs.
 
     The newest valid checkpoint is restored; the state is initialised only if there is none at all.
-
     A run without a checkpoint begins with fresh parameters, or with those of `Trainer.warm_start`.
     A run that finds a checkpoint of weights alone begins at step 0 with these weights. If the
     restored step was due for an evaluation that metrics.jsonl lacks, it is evaluated now.
@@ -214,16 +213,14 @@ class Run:
     restored = self.checkpointer.restore_latest_valid(stored, self._compare, self._while_read)
     make = functools.partial(init_state, built.init, built.optimizer, self.train.seed)
     if restored is None:
-      warm = trainer.warm_start
-      self.step = 0
+      warm, self.step = trainer.warm_start, 0
       if warm is None:
         self.state = make(self.abstract)
       else:
         self.state = warm(make(stored)).like(self.abstract).placed(self.abstract)
     elif restored.meta.get(WEIGHTS_ONLY):
-      weights = restored.state
-      self.state = make(self.abstract, params=weights["params"])
-      router = self.state.router | weights["router"]
+      self.state = make(self.abstract, params=restored.state["params"])
+      router = self.state.router | restored.state["router"]
       self.state, self.step = dataclasses.replace(self.state, router=router), 0
       # The stored step 0 lacks the optimizer's state, so this run may have to save step 0 itself.
       self.checkpointer.last_saved = None
@@ -231,6 +228,7 @@ class Run:
       self.state = restored.state.like(self.abstract).placed(self.abstract)
       self.step = restored.step
       self._go_to(restored.data_state)
+      self.step_fn.go_on(restored.meta)
     if trainer.teacher is not None:
       self.state = dataclasses.replace(self.state, teacher=trainer.teacher())
     if self.first:
@@ -485,7 +483,8 @@ class Run:
   def _give_up(self, step: int, values: dict[str, Any]) -> None:
     """Writes the files with which `scmoe.replay` repeats the step; raises `NonFiniteError`."""
     state = self.state.for_checkpoint()
-    how = {"step": step, "seed": self.train.seed, "variant": self.step_fn.variant.given}
+    ran, seed = self.step_fn, self.train.seed
+    how = {"step": step, "seed": seed, "variant": ran.variant.given, "looped": ran.ran_looped}
     left = write_replay(
       self.workdir / REPLAY,
       lambda keeper: keeper.save_now(self.step, state, self.batches.state(), self._meta()),
@@ -604,7 +603,7 @@ class Run:
       jax.profiler.stop_trace()
 
   def _meta(self) -> dict[str, Any]:
-    """Configuration, data fingerprint, mesh, processes, tokens and versions, for a checkpoint."""
+    """The description of run and step in a checkpoint, JSON-able."""
     return {
       "config": self.built.config,
       "data_fingerprint": self.trainer.data.fingerprint(),
@@ -612,6 +611,7 @@ class Run:
       "processes": jax.process_count(),
       "tokens": self.step * self.tokens_per_step,
       "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
+      **self.step_fn.history,
     }
 
 

@@ -48,6 +48,17 @@ class Pace:
     self._recent: collections.deque[bool] = collections.deque(maxlen=RECENT)
     self._quiet = self._since = 0
 
+  def state(self) -> dict[str, Any]:
+    """The decisions so far, JSON-able, for `restore`."""
+    names = {"looped": self.looped, "calm": self.calm, "recent": list(self._recent)}
+    return names | {"quiet": self._quiet, "since": self._since}
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from what `state` returned; what is missing begins anew."""
+    self.looped = bool(state.get("looped"))
+    self.calm, self._quiet, self._since = (int(state.get(n, 0)) for n in ("calm", "quiet", "since"))
+    self._recent = collections.deque(map(bool, state.get("recent", ())), maxlen=RECENT)
+
   def note(self, over: bool) -> bool:
     """Takes in a step, in order; True if the next step runs in the other way.
 
@@ -92,7 +103,6 @@ class RepeatingStep(GuidedStep):
     super().__init__(step, *args, **options)
     self.repeated, self.pace = 0, Pace()
     self._make, self._looped = looped, None
-    self._ran_looped = False
 
   @property
   def looped(self) -> GuidedStep:
@@ -115,14 +125,23 @@ class RepeatingStep(GuidedStep):
     """The program that runs the next step; see `GuidedStep.named_program`."""
     return self.looped.named_program() if self.pace.looped else super().named_program()
 
+  @property
+  def history(self) -> dict[str, Any]:
+    """See `GuidedStep.history`: the state of `pace`."""
+    return {"pace": self.pace.state()}
+
+  def go_on(self, history: Mapping[str, Any]) -> None:
+    """See `GuidedStep.go_on`."""
+    self.pace.restore(history.get("pace", {}))
+
   def begin(self, *args: Any) -> Any:
     """Dispatches a step without waiting for it; its result is final unless `left_over` says so.
 
     Args:
       *args: the state, which is donated, and the batch.
     """
-    self._ran_looped = self.pace.looped
-    if self._ran_looped:
+    self.ran_looped = self.pace.looped
+    if self.ran_looped:
       return self._counted(self.looped(*args))
     return self._counted(super().__call__(*args))
 
@@ -133,7 +152,6 @@ class RepeatingStep(GuidedStep):
       arrays: the step's per-layer arrays, which `begin` returned.
     """
     over = bool((np.asarray(jax.device_get(arrays["rounds"])) > 1).any())
-    ran_looped = self._ran_looped
     if self.pace.note(over):
       if self.pace.looped:
         self.say(
@@ -142,7 +160,7 @@ class RepeatingStep(GuidedStep):
         )
       else:
         self.say(f"no rows were left over in {self.pace.calm} steps: on without overflow rounds")
-    return over and not ran_looped
+    return over and not self.ran_looped
 
   def again(self, *args: Any) -> Any:
     """Runs the step with loops that `left_over` asked for; its result is final.

@@ -144,6 +144,20 @@ class Search:
     """Whether a result of `begin` is final only once `left_over` was asked (`RepeatingStep`)."""
     return self.chosen is not None and self.best.repeats
 
+  @property
+  def ran_looped(self) -> bool:
+    """See `GuidedStep.ran_looped`; False before the choice."""
+    return self.chosen is not None and self.best.ran_looped
+
+  @property
+  def history(self) -> dict[str, Any]:
+    """See `GuidedStep.history`; {} before the choice."""
+    return {} if self.chosen is None else self.best.history
+
+  def go_on(self, history: Mapping[str, Any]) -> None:
+    """Does nothing: a run that still searches has no history."""
+    del history
+
   def begin(self, *args: Any) -> Any:
     """Dispatches one step: of the chosen variant as its `begin`, else as a call."""
     return self(*args) if self.chosen is None else self.best.begin(*args)

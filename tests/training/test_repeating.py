@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 from scmoe.parallel.mesh import batch_sharding
+from scmoe.run.adapters import build_training
 from scmoe.run.build import build
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.fields import with_field
@@ -161,6 +163,11 @@ def test_training_repeats_steps_and_says_how_many(tmp_path):
   # Two of the first steps are repeated; then the program with loops runs at once.
   assert values("repeated", "repeat") == [1, 2, 2]
   assert "repeated" not in found["loop"][0]
+  # And so it does in a run that goes on from there.
+  train(
+    smoke(dispatch__overflow="repeat", dispatch__slack=TIGHT, train__steps="4"), tmp_path / "repeat"
+  )
+  assert read_metrics(tmp_path / "repeat")[-1]["repeated"] == 0
 
 
 @pytest.mark.nightly
@@ -208,6 +215,19 @@ def test_a_capacity_that_drops_nothing_repeats():
   assert build(run.resolve(num_devices=8, vocab_size=257)).without_loops(Variant()) is not None
 
 
+@pytest.mark.parametrize("free", ["false", "true"])
+def test_a_base_as_reference_keeps_its_overflow_rounds(free):
+  """Only the trained model's rows are counted, so what the reference left over would be lost."""
+  fields = {"lora.rank": "2", "train.init_from": "any", "dispatch.overflow": "repeat"}
+  fields |= {"data.source": "preference", "data.packing": "pad", "train.reference_free": free}
+  fields |= {"data.document_mask": "true", "model.document_mask": "true"}
+  built = build_training(smoke(**fields).resolve(num_devices=8, vocab_size=257))
+  abstract = built.abstract_state()
+  step = Steps(built, abstract, Path("unused"))(Variant())
+  traced = step.step.trace(abstract, jax.eval_shape(built.random_batch))
+  assert ("while[" in str(traced.jaxpr)) == (free == "false")
+
+
 # -- which program runs the next step --------------------------------------------------------------
 
 
@@ -225,6 +245,17 @@ def test_single_steps_are_repeated_and_bursts_run_with_loops():
   pace = Pace()
   assert paced(pace, [0, 1, 1, 1, 0, 1]) == [False, False, False, True, True, True]
   assert paced(pace, [0] * (CALM + 1)) == [True] * CALM + [False]
+
+
+def test_a_resumed_run_goes_on_with_the_program_that_was_at_work():
+  """At whatever step it was stopped; the state has passed through a checkpoint's JSON."""
+  over = [1, 1, *[0] * CALM, 1, 1, *[0] * (2 * CALM), 0, 1]
+  want = paced(Pace(), over)
+  for stop in range(len(over)):
+    pace, resumed = Pace(), Pace()
+    ran = paced(pace, over[:stop])
+    resumed.restore(json.loads(json.dumps(pace.state())))
+    assert ran + paced(resumed, over[stop:]) == want
 
 
 def test_a_burst_that_comes_back_soon_has_to_calm_down_for_longer():

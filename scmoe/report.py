@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scmoe.base.errors import ConfigError, run_main
+from scmoe.base.options import check_choice
 from scmoe.base.output import say
 from scmoe.reports import page
 from scmoe.reports.analyses import analyses_parts, read_analyses
@@ -34,6 +35,7 @@ from scmoe.reports.studies import (
 from scmoe.reports.tables import Table
 from scmoe.run.command_line import HELP, Flag, help_text, parse
 
+SCALES = ("gpu", "cpu", "smoke")
 FLAGS = (
   Flag("FOLDER", str, None, "folder of studies, such as experiments/quality", words=True),
   Flag("scale", str, "gpu", "scale of the runs: gpu, cpu or smoke"),
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> None:
   """Writes the page.
 
   Raises:
-    ConfigError: the folder holds no studies.
+    ConfigError: the folder holds no studies, or the scale is unknown.
     DataError: a plan or a result cannot be used.
   """
   values, _ = parse(argv, FLAGS)
@@ -55,6 +57,7 @@ def main(argv: list[str]) -> None:
   if len(values["FOLDER"]) != 1:
     raise ConfigError(f"got {len(values['FOLDER'])} folders; give one, e.g. experiments/quality")
   folder, scale = Path(values["FOLDER"][0]), values["scale"]
+  check_choice("--scale", scale, SCALES)
   out = Path(values["out"] or folder / f"report-{scale}.html")
   page.write(out, rendered(folder, scale, out.parent, " ".join(argv)))
   say(f"page: {out}")

@@ -257,6 +257,8 @@ OF_COMMANDS = (
   (generate, ["--seed=9999999999999999999"], "--seed=9999999999999999999 is too large"),
   (generate, ["--benchmark", "--rounds=0"], "--rounds=0 must be at least 1"),
   (evaluate, ["--workdir=a", "--json=."], "--json='.' is a folder; give a file"),
+  (evaluate, ["--workdir=a"], "a does not exist; give the folder of a run"),
+  (evaluate, ["--workdir=my.txt"], "my.txt is a file, not a folder; give the folder of a run"),
 )
 
 

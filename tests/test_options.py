@@ -3,6 +3,7 @@
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
 
 import dataclasses
+import functools
 import json
 import math
 import subprocess
@@ -18,6 +19,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, check_options, option, section
 from scmoe.blocks.block import ModelAblation
 from scmoe.blocks.options import OverlapAblation
+from scmoe.inference.decode import generate
 from scmoe.kernels.grouped_matmul import FFNConfig, FFNOptions
 from scmoe.layers.attention import AttentionConfig
 from scmoe.layers.embed import EmbeddingConfig
@@ -28,6 +30,7 @@ from scmoe.moe.dispatch import queue_positions
 from scmoe.moe.dispatch.options import DispatchAblation
 from scmoe.moe.experts import FFNExpertsConfig
 from scmoe.moe.options import CompatConfig
+from scmoe.offload.experts import Migration
 from scmoe.run.config import RunConfig, from_dict, to_dict
 from scmoe.run.fields import with_field
 from scmoe.training.options import (
@@ -324,9 +327,16 @@ def transported(**given):
   return scmoe.make_transport(scmoe.DispatchConfig(), **given)
 
 
+SMALL = scmoe.ModelConfig(width=8, num_heads=2, num_layers=2, vocab_size=8)
+
+
+@functools.cache
+def gpt():
+  return scmoe.GPT(SMALL, rngs=nnx.Rngs(0))
+
+
 def model(tokens):
-  config = scmoe.ModelConfig(width=8, num_heads=2, num_layers=2, vocab_size=8)
-  return scmoe.GPT(config, rngs=nnx.Rngs(0))(tokens)
+  return gpt()(tokens)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +368,36 @@ def model(tokens):
     (lambda: scmoe.model_times(SIZES, "h200-slow"), "machine='h200-slow' is of type str"),
     (lambda: scmoe.make_schedule("scmoe_pos2", 2), "wiring='scmoe_pos2' is of type str"),
     (lambda: model(jnp.ones((1, 4))), "token ids of an integer type, got float32"),
+    (lambda: model([[1, 2]]), "reads an array of token ids, got list; use jnp.asarray(tokens)"),
+    (lambda: model(jnp.zeros((1, 0), jnp.int32)), "at least one row of one token, got [1, 0]"),
+    (lambda: model(np.zeros((0, 4), np.int32)), "at least one row of one token, got [0, 4]"),
+    (lambda: gpt()(jnp.ones((1, 4), jnp.int32), 3), "given=3 is of type int, not Pass"),
+    (lambda: scmoe.GPT(None, rngs=nnx.Rngs(0)), "config=None is of type NoneType, not ModelConfig"),
+    (lambda: scmoe.GPT(SMALL, rngs=0), "rngs=0 is of type int, not Rngs"),
+    (lambda: scmoe.GPT(SMALL, router="sign", rngs=nnx.Rngs(0)), "router='sign' is of type str"),
+    (lambda: scmoe.BlockPair(None, rngs=nnx.Rngs(0)), "is of type NoneType, not BlockConfig"),
+    (lambda: scmoe.GPT(dataclasses.replace(SMALL, architecture="vit"), rngs=nnx.Rngs(0)),
+     "model.architecture='vit' reads images, got GPT; use VisionModel"),
+    (lambda: scmoe.VisionModel(SMALL, rngs=nnx.Rngs(0)),
+     "model.architecture='gpt' reads text, got VisionModel; use GPT"),
+    (lambda: scmoe.MoEConfig(width=8, hidden=8, num_experts=4,
+                             router=scmoe.RouterConfig(n_group=2, topk_group=3)),
+     "router.topk_group=3 is larger than router.n_group=2"),
+    (lambda: TrainConfig(trackers="wandb,trakio"),
+     "train.trackers='trakio' is unknown; did you mean 'trackio'?"),
+    (lambda: TrainConfig(tune="chunsk=1,2"), "'chunsk=1,2' is not of the form NAME=N,N"),
+    (lambda: TrainConfig(tune="chunks=²"), "'chunks=²' is not of the form NAME=N,N"),
+    (lambda: scmoe.Offload("blocking"), "prefill='blocking' is of type str, not Migration"),
+    (lambda: scmoe.Offload.named("blocking", "blocking", policy="lfru"), "'lfru' is unknown"),
+    (lambda: Migration("blocing"), "offload='blocing' is unknown; did you mean 'blocking'?"),
+    (lambda: scmoe.Server(None), "model=None is of type NoneType, not GPT"),
+    (lambda: scmoe.make_schedule(scmoe.WIRINGS["top2"], "2"), "blocks='2' is of type str, not int"),
+    (lambda: scmoe.balance_loss(None, "gshard"), "sums=None is of type NoneType, not RouterSums"),
+    (lambda: scmoe.statistics({}), "sums={} is of type dict, not RouterSums"),
+    (lambda: generate(None, [[1]], max_new_tokens=1), "model=None is of type NoneType, not GPT"),
+    (lambda: generate(gpt(), [[1]], "greedy", max_new_tokens=1), "is of type str, not Sampling"),
+    (lambda: generate(gpt(), [[1]], max_new_tokens=1.5), "max_new_tokens=1.5 is of type float"),
+    (lambda: scmoe.Server(gpt(), slots="4"), "slots='4' is of type str, not int"),
   ],
 )  # fmt: skip
 def test_a_mistake_in_a_call_is_one_line(make, words):

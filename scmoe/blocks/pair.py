@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from scmoe.base.options import check_type
 from scmoe.blocks.block import BlockConfig
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import make_schedule
@@ -43,7 +44,8 @@ class BlockPair(nnx.Module):
     passed_on: which of its values the next pair reads (`_passed_on`).
 
   Raises:
-    ConfigError: options do not fit each other, or the schedule names no step.
+    ConfigError: an argument is of another type, options do not fit each other, or the schedule
+      names no step.
   """
 
   def __init__(
@@ -58,6 +60,14 @@ class BlockPair(nnx.Module):
     hands_over: Tap | None = None,
     rngs: nnx.Rngs,
   ):
+    for name, value, cls in (
+      ("config", config, BlockConfig),
+      ("router", router, RouterConfig),
+      ("dispatch", dispatch, DispatchConfig),
+      ("overlap", overlap, OverlapConfig),
+      ("rngs", rngs, nnx.Rngs),
+    ):
+      check_type(name, value, cls)
     config = config.resolve()
     rule = config.wiring_rule
     self.config, self.wiring, self.hands_over = config, rule, hands_over

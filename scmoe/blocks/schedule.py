@@ -155,6 +155,7 @@ def make_schedule(
       step nor one for each chunk; or `blocks` is below 1.
   """
   check_type("wiring", wiring, Wiring)
+  check_type("blocks", blocks, int)
   if blocks < 1:
     raise ConfigError(f"blocks={blocks} is too small; the least is 1")
   dense = dense_steps(wiring, blocks)

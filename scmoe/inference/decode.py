@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_type
 from scmoe.inference.offload.model import Offload, Usage, expert_cache_specs, expert_caches
 from scmoe.inference.sampling import Sampling, sample
 from scmoe.inference.token import for_one_token
@@ -121,10 +122,15 @@ def stream(
     token, and empty once it has ended.
 
   Raises:
-    ConfigError: `prompts` is not a list of lists of integers, there is no prompt or an empty one,
-      an id is outside the vocabulary, `max_new_tokens` is below 1, prompt and new tokens are longer
-      than the model's context, or `offload` does not fit the memory that the experts are in.
+    ConfigError: an argument is of another type, `prompts` is not a list of lists of integers, there
+      is no prompt or an empty one, an id is outside the vocabulary, `max_new_tokens` is below 1,
+      prompt and new tokens are longer than the model's context, or `offload` does not fit the
+      memory that the experts are in.
   """
+  check_type("model", model, GPT)
+  check_type("sampling", sampling, Sampling)
+  check_type("offload", offload, Offload)
+  check_type("max_new_tokens", max_new_tokens, int)
   _check_prompts(model, prompts, max_new_tokens)
   ends = {eos_id} if eos_id is None or isinstance(eos_id, int) else set(eos_id)
   mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh

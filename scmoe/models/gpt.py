@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_type
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.unit import times
 from scmoe.layers.embed import Embedding, EmbeddingConfig
@@ -42,7 +43,8 @@ class GPT(Trunk):
     rngs: stream `params` for the initial weights.
 
   Raises:
-    ConfigError: options do not fit each other.
+    ConfigError: an argument is of another type, the architecture is one of images, or options do
+      not fit each other.
   """
 
   def __init__(
@@ -55,6 +57,13 @@ class GPT(Trunk):
     partitioned: bool = False,
     rngs: nnx.Rngs,
   ):
+    check_type("config", config, ModelConfig)
+    check_type("rngs", rngs, nnx.Rngs)
+    if config.reads_images:
+      raise ConfigError(
+        f"model.architecture={config.architecture!r} reads images, got GPT; use VisionModel, or "
+        "model.architecture=gpt"
+      )
     config = config.resolve()
     self.embedding = Embedding(
       EmbeddingConfig(
@@ -90,14 +99,23 @@ class GPT(Trunk):
     the padding is read; and a server's row holds the tokens of many texts (`PageTables`).
 
     Raises:
-      ConfigError: the array is not [batch, sequence] or not of integers, the rows are longer than
-        the context, or an id is outside the vocabulary.
+      ConfigError: `given` is no `Pass`, or `tokens_BS` is no array; the array is empty, not [batch,
+        sequence] or not of integers, the rows are longer than the context, or an id is outside the
+        vocabulary.
     """
+    if not isinstance(tokens_BS, (Array, np.ndarray)):
+      raise ConfigError(
+        f"the model reads an array of token ids, got {type(tokens_BS).__name__}; use "
+        "jnp.asarray(tokens)"
+      )
+    check_type("given", given, Pass)
     config, shape = self.config, tuple(tokens_BS.shape)
     if len(shape) != 2:
       raise ConfigError(f"the model reads token ids [batch, sequence], got {list(shape)}")
     if not jnp.issubdtype(tokens_BS.dtype, jnp.integer):
       raise ConfigError(f"the model reads token ids of an integer type, got {tokens_BS.dtype}")
+    if not all(shape):
+      raise ConfigError(f"the model reads at least one row of one token, got {list(shape)}")
     if shape[1] > config.context and given.caches is None:
       raise ConfigError(
         f"model.context={config.context}, got rows of {shape[1]} tokens; use at most "
@@ -106,7 +124,7 @@ class GPT(Trunk):
     is_known = not isinstance(tokens_BS, Tracer) and getattr(
       tokens_BS, "is_fully_addressable", True
     )
-    if not is_known or not tokens_BS.size:
+    if not is_known:
       return
     # By NumPy: inside a traced function jnp would trace even the minimum of a known array.
     ids = np.asarray(tokens_BS)

@@ -54,6 +54,7 @@ class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
 
   def __post_init__(self):
     super().__post_init__()
+    self.router.check()
     self.router.check_experts(self.top_k, self.num_experts, self.zero_experts)
 
   @property
@@ -164,7 +165,6 @@ class MoE(nnx.Module):
     check_type("rngs", rngs, nnx.Rngs)
     if gates is not None and not gates:
       raise ConfigError("gates=[] is empty; give at least one gate, or None for router.gate")
-    config.router.check()
     make = lambda: make_gates(
       config.width, config.choices, config.router, init_std=config.init_std, rngs=rngs
     )

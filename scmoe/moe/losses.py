@@ -15,7 +15,7 @@ from jax import Array
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct, is_import_path
-from scmoe.base.options import check_choice
+from scmoe.base.options import check_choice, check_type
 from scmoe.moe.options import BALANCES, RouterConfig
 from scmoe.moe.types import RouterSums, Routing
 
@@ -178,6 +178,7 @@ def balance_loss(sums: RouterSums, kind: str) -> Array:
   tokens `sums` holds: those of a microbatch on all devices, as in GShard, Tutel and MegaBlocks; or
   with `router.balance_over=step` all of a step's (`balance_part`).
   """
+  check_type("sums", sums, RouterSums)
   loss = layer_balance(sums, kind)
   return loss.mean() if kind == "megablocks" else loss.sum()
 
@@ -315,6 +316,7 @@ def statistics(sums: RouterSums, bias_range: Array | None = None) -> dict[str, A
       zero_share: zero experts' share of the choices; real_experts: mean number of computing experts
         that a token chooses. Both only with zero experts.
   """
+  check_type("sums", sums, RouterSums)
   tokens = jnp.maximum(sums.tokens, 1)
   choices = jnp.maximum(sums.choices, 1)
   real = computing(sums)

@@ -26,10 +26,11 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Int
 
+from scmoe.base.options import check_choice
 from scmoe.kernels.grouped_matmul import RowLayout
 from scmoe.moe.experts import ApplyExperts, Experts, LayerExperts, LayerParams
 from scmoe.moe.types import Routing
-from scmoe.offload.cache import CachePolicy, ExpertCache, filled, look_up
+from scmoe.offload.cache import POLICIES, CachePolicy, ExpertCache, filled, look_up
 from scmoe.offload.fetch import fetch, has_kernel
 from scmoe.offload.memory import (
   empty_places,
@@ -56,12 +57,19 @@ class Migration:
     policy: policy of the cache, lfu or lru; see `CachePolicy`.
     decay: see `CachePolicy`.
     sections: for a ring, the number of layers whose experts are on the device at once (SE-MoE's K).
+
+  Raises:
+    ConfigError: the mode or the policy is unknown.
   """
 
   mode: str = "early"
   policy: str = "lfu"
   decay: float = 0.95
   sections: int = 2
+
+  def __post_init__(self) -> None:
+    check_choice("offload", self.mode, MODES)
+    check_choice("cache_policy", self.policy, POLICIES)
 
   @property
   def cache_policy(self) -> CachePolicy:

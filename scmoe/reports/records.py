@@ -123,7 +123,7 @@ def read_run(path: str | os.PathLike[str]) -> Record:
   card = _json(folder / CARD, CARD_SHAPE)
   config = card.get("config") or _json(folder / ASKED) or _json(folder / "config.json")
   config, _ = with_present_names(config)  # so that runs of two versions can be compared
-  lines = metrics_by_kind(folder) if (folder / METRICS).is_file() else {}
+  lines = metrics_by_kind(folder, warns=True) if (folder / METRICS).is_file() else {}
   at = card.get("devices", {})
   devices = f"{at['count']} x {printable(at['kind'])}" if at else ""
   train, evals, end = (lines.get(kind, []) for kind in ("train", "eval", "end"))

@@ -78,7 +78,7 @@ def open_named(
   try:
     return open_run(folder, step, allow_import)
   except CheckpointError as error:
-    raise type(error)(f"{field}={folder!r}: {error}; give the folder of a run") from None
+    raise type(error)(f"{field}={folder!r}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -133,16 +133,28 @@ def read_metrics(workdir: str | os.PathLike[str], kind: str = "train") -> list[d
   return metrics_by_kind(workdir).get(kind, [])
 
 
-def metrics_by_kind(workdir: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
+def metrics_by_kind(
+  workdir: str | os.PathLike[str], *, warns: bool = False
+) -> dict[str, list[dict[str, Any]]]:
   """All lines of a run's metrics.jsonl by their kind, oldest first; broken lines are left out.
 
   A line without a kind is one of `train`.
+
+  Args:
+    workdir: of the run.
+    warns: whether to print a warning if broken lines are left out. A last line without its end is
+      none of them, because a run may be writing it.
 
   Raises:
     FileNotFoundError: there is no such file.
     StoredError: it cannot be read.
   """
-  lines, _ = _parse(read_bytes(Path(workdir) / METRICS, MOST_METRICS))
+  path = Path(workdir) / METRICS
+  data = read_bytes(path, MOST_METRICS)
+  lines, broken = _parse(data)
+  broken -= data.rpartition(b"\n")[2].startswith(b"{")
+  if warns and broken:
+    warn(f"{path}: {broken} of its lines cannot be read and are left out; a run's are JSON objects")
   found: dict[str, list[dict[str, Any]]] = {}
   for line in lines:
     found.setdefault(line.get("kind", "train"), []).append(line)

@@ -7,11 +7,39 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from typing import Any
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import Options, option, section
+from scmoe.base.options import Options, check_choice, option, section
 
 TRACKERS = ("wandb", "trackio")
+# For each field of `scmoe.training.variants.Variant` that `train.tune` may name, the words that it
+# takes; (): it takes whole numbers.
+TUNABLE: dict[str, tuple[str, ...]] = {
+  "adaptive_r": (),
+  "chunks": (),
+  "transport": ("capacity", "packed"),
+}
+
+
+def tuned_values(text: str) -> dict[str, list[Any]]:
+  """The values that `train.tune` gives each of its fields; {} for the empty text.
+
+  Raises:
+    ConfigError: a name is not in `TUNABLE`, or a value is not one that its field takes.
+  """
+  found: dict[str, list[Any]] = {}
+  for part in text.split():
+    name, _, values = part.partition("=")
+    words = TUNABLE.get(name, ())
+    wrong = [v for v in values.split(",") if not (v in words if words else v.isdecimal())]
+    if name not in TUNABLE or wrong:
+      raise ConfigError(
+        f"train.tune={text!r}: {part!r} is not of the form NAME=N,N with a NAME of: "
+        f"{', '.join(TUNABLE)}; e.g. 'adaptive_r=0,1 chunks=1,2'"
+      )
+    found[name] = [v if words else int(v) for v in values.split(",")]
+  return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +165,12 @@ class TrainConfig(Options, path="train"):
   )
   profile_steps: int = option(3, "steps in the trace", minimum=1)
 
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    for name in filter(None, self.trackers.split(",")):
+      check_choice("train.trackers", name, TRACKERS)
+    tuned_values(self.tune)
+
   def microbatches(self, sequence_length: int) -> int:
     """Number of microbatches A of one optimizer step, for sequences of `sequence_length` tokens.
 
@@ -156,14 +190,12 @@ class TrainConfig(Options, path="train"):
     return self.tokens_per_step // tokens
 
   def check_trackers(self) -> None:
-    """Checks that all packages that `trackers` names are known and installed.
+    """Checks that the packages that `trackers` names are installed.
 
     Raises:
-      ConfigError: a tracker is unknown or not installed.
+      ConfigError: a package is not installed.
     """
     for name in filter(None, self.trackers.split(",")):
-      if name not in TRACKERS:
-        raise ConfigError(f"train.trackers={name!r} is unknown; one of: {', '.join(TRACKERS)}")
       if importlib.util.find_spec(name) is None:
         raise ConfigError(f"train.trackers={name!r} is not installed; pip install {name}")
 

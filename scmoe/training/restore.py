@@ -199,8 +199,13 @@ def restore_stored(
 
 def _nothing_there(directory: Path, step: int | None) -> str:
   wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-  have = ", ".join(map(str, list_steps(directory))) or "none"
-  return f"no valid {wanted} in {directory}; steps there: {have}"
+  workdir = directory.parent
+  if not workdir.is_dir():
+    what = "is a file, not a folder" if workdir.exists() else "does not exist"
+    return f"no valid {wanted} in {directory}: {workdir} {what}; give the folder of a run"
+  have = ", ".join(map(str, list_steps(directory)))
+  remedy = "" if have else "; give the folder of a run that has saved a step"
+  return f"no valid {wanted} in {directory}; steps there: {have or 'none'}{remedy}"
 
 
 def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) -> PyTree:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from scmoe.base.batch import Batch
-from scmoe.base.errors import ConfigError
 from scmoe.training.guided import GuidedStep
+from scmoe.training.options import tuned_values
 from scmoe.training.step import TrainState
 
 
@@ -54,14 +54,6 @@ class Variant:
 # A function from one variant, for example the fastest so far, to another that may be faster.
 Change = Callable[[Variant], Variant]
 
-# For each field of `Variant` that `train.tune` may name, the words that it takes; (): it takes
-# whole numbers.
-TUNABLE: dict[str, tuple[str, ...]] = {
-  "adaptive_r": (),
-  "chunks": (),
-  "transport": ("capacity", "packed"),
-}
-
 
 def parse_candidates(text: str) -> tuple[Variant, ...]:
   """All combinations of the values in `text`: "adaptive_r=0,1 chunks=1,2" gives four variants.
@@ -69,19 +61,9 @@ def parse_candidates(text: str) -> tuple[Variant, ...]:
   The empty text gives one, `Variant()`: as configured.
 
   Raises:
-    ConfigError: a name is not in `TUNABLE`, or a value is not one that its field takes.
+    ConfigError: see `tuned_values`.
   """
-  choices: dict[str, list[Any]] = {}
-  for part in text.split():
-    name, _, values = part.partition("=")
-    words = TUNABLE.get(name, ())
-    wrong = [v for v in values.split(",") if not (v in words if words else v.isdigit())]
-    if name not in TUNABLE or wrong:
-      raise ConfigError(
-        f"train.tune={text!r}: {part!r} is not of the form NAME=N,N with a NAME of: "
-        f"{', '.join(TUNABLE)}; e.g. 'adaptive_r=0,1 chunks=1,2'"
-      )
-    choices[name] = [v if words else int(v) for v in values.split(",")]
+  choices = tuned_values(text)
   return tuple(
     Variant(**dict(zip(choices, values))) for values in itertools.product(*choices.values())
   )

@@ -23,6 +23,7 @@ from scmoe import replay as replay_command
 from scmoe.base.arrays import read_npz
 from scmoe.base.errors import CheckpointError, ConfigError, ScmoeError, StorageError
 from scmoe.base.stored import StoredError, parse_json, read_json
+from scmoe.reports.records import read_run
 from scmoe.training import description
 from scmoe.training.metrics import MetricsFile, read_metrics
 from scmoe.training.restore import StepGone, list_steps, read_meta, restore_part, with_newest
@@ -214,7 +215,7 @@ def test_a_record_that_was_cut_goes_on_in_a_new_line(tmp_path, capsys):
   assert capsys.readouterr().err.count("was removed or cut") == 1
 
 
-def test_lines_with_odd_numbers_are_left_out(tmp_path):
+def test_lines_with_odd_numbers_are_left_out(tmp_path, capsys):
   odd = [
     '{"step": Infinity}',
     '{"step": 1e999}',
@@ -228,6 +229,13 @@ def test_lines_with_odd_numbers_are_left_out(tmp_path):
   ]
   (tmp_path / "metrics.jsonl").write_text("\n".join([*odd, '{"step": 7}', ""]))
   assert [line["step"] for line in read_metrics(tmp_path)] == [7]
+  assert [line["step"] for line in read_run(tmp_path).train] == [7]
+  assert capsys.readouterr().err.count("metrics.jsonl: 9 of its lines cannot be read") == 1
+  # The record of a run that is being written ends in half a line; one of zeros is nobody's.
+  for content, warnings in (('{"step": 7}\n{"st', 0), ("\0" * 5000, 1)):
+    (tmp_path / "metrics.jsonl").write_text(content)
+    read_run(tmp_path)
+    assert capsys.readouterr().err.count("metrics.jsonl: 1 of its lines") == warnings
 
 
 # --- stored JSON ----------------------------------------------------------------------------------

@@ -81,6 +81,12 @@ def test_a_folder_without_studies(tmp_path):
     report.main([])
 
 
+def test_a_misspelt_scale_is_no_empty_page(folder):
+  with pytest.raises(ConfigError, match=r"--scale='gpuu' is unknown; did you mean 'gpu'\?"):
+    report.main([str(folder), "--scale=gpuu"])
+  assert not list(folder.glob("*.html"))
+
+
 def analysis(name, **curves):
   return {
     "run": name, "wiring": "dgmoe", "step": 9, "tokens": 1000, "command": f"inspect <{name}>",

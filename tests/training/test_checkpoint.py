@@ -199,7 +199,7 @@ def test_round_trip_is_bitwise_with_data_and_meta(run, saved, setup):
 
 def test_nothing_there(tmp_path, setup):
   assert restore(tmp_path, setup) is None
-  with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*; steps there: none"):
+  with pytest.raises(CheckpointError, match=r"steps there: none; give the folder of a run"):
     read_meta(tmp_path)
 
 

@@ -78,7 +78,7 @@ def test_one_that_cannot_start_is_left_out(tmp_path, monkeypatch, capsys):
 def test_names_are_checked_before_anything_runs(libraries, monkeypatch):
   TrainConfig(trackers="wandb,trackio").check_trackers()
   with pytest.raises(
-    ConfigError, match=r"train\.trackers='wanda' is unknown; one of: wandb, trackio"
+    ConfigError, match=r"train\.trackers='wanda' is unknown; did you mean 'wandb'\?"
   ):
     TrainConfig(trackers="wandb,wanda").check_trackers()
   monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_type
 from scmoe.inference.offload import trace as expert_trace
 from scmoe.models.gpt import GPT
 from scmoe.models.stacked import Apart, each_layer
@@ -39,11 +40,20 @@ class Offload:
     prefill, decode: when experts are copied in each phase; None: they are always on the device. One
       is None only if the other is.
     cache_size: number of experts of every pair that a device keeps between decoded tokens; 0: none.
+
+  Raises:
+    ConfigError: an argument is of another type.
   """
 
   prefill: Migration | None = None
   decode: Migration | None = None
   cache_size: int = 0
+
+  def __post_init__(self) -> None:
+    for name in ("prefill", "decode"):
+      if getattr(self, name) is not None:
+        check_type(name, getattr(self, name), Migration)
+    check_type("cache_size", self.cache_size, int)
 
   @staticmethod
   def named(prefill: str, decode: str, cache_size: int = 0, **options: Any) -> Offload:

@@ -24,6 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_type
 from scmoe.inference.decode import Prepare, Static, taken_apart
 from scmoe.inference.offload.model import Offload
 from scmoe.inference.sampling import Sampling
@@ -129,6 +130,8 @@ class Server:
     offload: Offload = Offload(),
     deterministic: bool = False,
   ):
+    check_type("model", model, GPT)
+    check_type("offload", offload, Offload)
     self.config, self._decode = model.config, decode
     if model.config.wiring_rule.taps and model.router.compat.uniform:
       raise ConfigError(
@@ -140,6 +143,7 @@ class Server:
       ("page_tokens", page_tokens, MOST_TOKENS),
       ("prefill_tokens", prefill_tokens, MOST_TOKENS),
     ):
+      check_type(name, value, int)
       if not 1 <= value <= most:
         raise ConfigError(f"{name}={value} must be at least 1, and at most {most}")
     ends = {eos_id} if eos_id is None or isinstance(eos_id, int) else set(eos_id)

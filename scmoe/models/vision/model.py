@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_type
 from scmoe.blocks.options import OverlapConfig
 from scmoe.models.config import ModelConfig
 from scmoe.models.trunk import Leg, Output, Pass, Route, Trunk, context_of, run_trunks
@@ -42,7 +43,8 @@ class VisionModel(nnx.Module):
     rngs: stream `params` for the initial weights.
 
   Raises:
-    ConfigError: options do not fit each other.
+    ConfigError: an argument is of another type, the architecture is one of text, or options do not
+      fit each other.
   """
 
   def __init__(
@@ -54,6 +56,13 @@ class VisionModel(nnx.Module):
     overlap: OverlapConfig = OverlapConfig(),
     rngs: nnx.Rngs,
   ):
+    check_type("config", config, ModelConfig)
+    check_type("rngs", rngs, nnx.Rngs)
+    if not config.reads_images:
+      raise ConfigError(
+        f"model.architecture={config.architecture!r} reads text, got VisionModel; use GPT, or "
+        "model.architecture=vit or swin"
+      )
     config = config.resolve()
     check_stages(config)
     self.config, self.router = config, router

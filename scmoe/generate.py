@@ -53,6 +53,7 @@ from scmoe.run.programs import user_programs
 from scmoe.run.session import Piece, Session
 
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
+USUAL = 64  # tokens that are added where --max_new_tokens is not given
 FLAGS = (
   Flag("workdir", str, "", "folder of the run"),
   Flag("model", str, "", "folder that scmoe.convert --inference wrote, instead of --workdir"),
@@ -66,7 +67,12 @@ FLAGS = (
     "answer every line of the input: as messages of one conversation where the model has a chat "
     "template or was trained on conversations, else each line is a document to continue",
   ),
-  Flag("max_new_tokens", int, 64, "tokens to add"),
+  Flag(
+    "max_new_tokens",
+    int,
+    -1,
+    f"tokens to add; -1: {USUAL}, or as many as prompt and model.context leave room for",
+  ),
   *SAMPLING_FLAGS,
   *OFFLOAD_FLAGS,
   Flag("benchmark", bool, False, "tokens per second instead of text, on random weights"),
@@ -99,6 +105,9 @@ def main(argv: list[str]) -> None:
     raise ConfigError(f"--seed={values['seed']} is too large; the most is {2**63 - 1}")
   out = json_file(values["json"])
   allow_pinned_memory()
+  fits = values["max_new_tokens"] == -1
+  if fits:
+    values["max_new_tokens"] = USUAL
   if values["benchmark"]:
     return print(_benchmark(values, given))
   if given:
@@ -128,6 +137,8 @@ def main(argv: list[str]) -> None:
     deterministic=values["deterministic"],
     task=values["task"],
   )
+  if fits:
+    options["max_new_tokens"] = _room(session, values["prompt"])
   if session.plan:
     print(*session.plan, sep="\n", file=sys.stderr)
   figures: dict[str, Any] = {}  # stays empty if the input is
@@ -136,7 +147,7 @@ def main(argv: list[str]) -> None:
     texts = session.texts(values["prompt"], sampling, **options)
     for index, (prompt, text) in enumerate(zip(values["prompt"], texts)):
       print(f"--- prompt {index + 1}", prompt + text, sep="\n")
-    figures = {"tokens": len(texts) * values["max_new_tokens"]}  # at most
+    figures = {"tokens": len(texts) * options["max_new_tokens"]}  # at most
     figures["seconds"] = time.perf_counter() - begin
   elif values["chat"] and session.can_chat:
     figures = _converse(session, map(str.rstrip, sys.stdin), sampling, options)
@@ -148,6 +159,16 @@ def main(argv: list[str]) -> None:
     print(line, file=sys.stderr)
   if out is not None:
     write_json(out, figures)
+
+
+def _room(session: Session, prompts: Sequence[str]) -> int:
+  """`USUAL`, or as many new tokens as the model's context has room for after the longest prompt.
+
+  The prompts of --chat are not known yet. They get half of the context.
+  """
+  context = session.model.config.context
+  longest = max((len(session.encode(prompt)) for prompt in prompts), default=context // 2)
+  return max(1, min(USUAL, context - longest))
 
 
 def _usage_line(figures: dict[str, Any]) -> str:

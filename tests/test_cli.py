@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -409,6 +410,20 @@ def test_train_stop_resume_evaluate_generate(further, here, capsys, quick_compil
   assert code == 2
   assert "model.context=16" in err
   assert outcome(generate.main, capsys, "--workdir=a", "--prompt=a", "--temperature=-1")[0] == 2
+
+
+@pytest.mark.parametrize(
+  ("context", "prompts", "room"),
+  [(16, ["def main("], 6), (16, ["a", "abcdefgh"], 7), (16, [], 8), (16, ["a" * 40], 1),
+   (1024, ["def main("], 64)],
+)  # fmt: skip
+def test_generate_adds_what_the_context_has_room_for(context, prompts, room):
+  """The command that a run of --smoke names as the next one has no --max_new_tokens."""
+  session = SimpleNamespace(
+    model=SimpleNamespace(config=SimpleNamespace(context=context)),
+    encode=lambda prompt: [256, *prompt.encode()],
+  )
+  assert generate._room(session, prompts) == room
 
 
 def test_prefill_and_decode_of_two_wirings(here, capsys, quick_compiler):

@@ -7,6 +7,7 @@ fields that the caller is going to use, and raises `StoredError` for everything 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -156,8 +157,10 @@ def write_whole(path: Path, data: bytes) -> None:
   """Replaces a file atomically: readers see the old content or the new, never a part.
 
   Raises:
-    OSError: it cannot be written. The old file stays, and no temporary file is left.
+    OSError: it cannot be written, or is a device. The old file stays, and no temporary file is
+      left.
   """
+  _check_replaceable(path)
   partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
   try:
     partial.write_bytes(data)
@@ -165,6 +168,21 @@ def write_whole(path: Path, data: bytes) -> None:
   except OSError:
     partial.unlink(missing_ok=True)
     raise
+
+
+def _check_replaceable(path: Path) -> None:
+  """Raises OSError for a device, and for a link to a device or a pipe, such as /dev/stdout.
+
+  The superuser's `os.replace` would put a file in the place of /dev/null or /dev/stdout, for all
+  processes of the machine.
+  """
+  try:
+    mode = path.stat().st_mode
+  except OSError:
+    return  # nothing is there, or writing says what is wrong
+  is_stream = stat.S_ISFIFO(mode) and path.is_symlink()
+  if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or is_stream:
+    raise OSError(errno.EINVAL, "it is a device or a stream, not a file", str(path))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

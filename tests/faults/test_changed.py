@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import pytest
 from covering import night
 
 from scmoe import evaluate, train
-from scmoe.base.errors import DataError, ScmoeError
+from scmoe.base.errors import DataError, ScmoeError, StorageError
+from scmoe.base.stored import write_json
 from scmoe.data import store
+from scmoe.reports import page
 from scmoe.reports.records import read_run
 from scmoe.run.config import RunConfig
 from scmoe.run.opened import open_run
@@ -105,3 +108,17 @@ def test_what_stands_in_the_place_of_a_runs_file_is_one_line(tmp_path, name, kin
     READERS[name](tmp_path)
   assert name in str(said.value)
   assert "\n" not in str(said.value)
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path, monkeypatch):
+  monkeypatch.setattr(os, "replace", lambda *_: pytest.fail("a file was put in its place"))
+  os.mkfifo(tmp_path / "pipe")
+  for name, target in (("a", "/dev/null"), ("b", tmp_path / "pipe")):
+    (tmp_path / name).symlink_to(target)
+    with pytest.raises(OSError, match="it is a device or a stream, not a file"):
+      write_json(tmp_path / name, {})
+  with pytest.raises(OSError, match="it is a device or a stream, not a file"):
+    write_json(Path("/dev/null"), {})
+  with pytest.raises(StorageError, match="/dev/null cannot be written: it is a device"):
+    page.write(Path("/dev/null"), "x")
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "pipe"]

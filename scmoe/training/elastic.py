@@ -195,7 +195,9 @@ class Supervisor:
   # -- between two turns ------------------------------------------------------------------------
 
   def _wait(self) -> int | None:
-    """Begins the turn that is planned, if this member is in it; the first usable member plans it.
+    """Begins the turn that is planned, if this member is in it.
+
+    If a turn is due, the first of the members chosen for it (`_chosen_from`) plans it.
 
     Returns:
       the member's exit code if it was told to stop or the run has ended; else None.
@@ -274,14 +276,14 @@ class Supervisor:
     return usable
 
   def _write_plan(self, alive: Sequence[Member]) -> None:
-    usable = self._chosen_from(alive)
+    able = self._chosen_from(alive)
     try:
-      choice = self.launch.choose(len(usable), self.me.devices)
+      choice = self.launch.choose(len(able), self.me.devices)
     except ConfigError as error:
       self.tell(state=ENDED, code=error.code)
       raise
-    chosen = tuple(member.number for member in usable[: choice.processes])
-    tokens = tuple(member.token for member in usable[: choice.processes])
+    chosen = tuple(member.number for member in able[: choice.processes])
+    tokens = tuple(member.token for member in able[: choice.processes])
     if self.latest.turn and any(member.turn for member in alive):
       self.launch.release()
     host, port = self.me.host, _free_port()
@@ -294,7 +296,7 @@ class Supervisor:
     without = f" without {', '.join(absent)}" if absent else ""
     odd = [f"{m.number} has {m.devices}" for m in alive if m.devices != self.me.devices]
     why = f"; every process needs {self.me.devices} devices: {', '.join(odd)}" if odd else ""
-    if out := [m.number for m in usable_of(alive) if m not in usable]:
+    if out := [m.number for m in usable_of(alive) if m not in able]:
       why += f"; process {out[0]} is left out: its training died in {DEATHS} turns running"
     names = ", ".join(map(str, chosen))
     warn(f"elastic: turn {turn} begins with process {names}{without}: {choice.words}{why}")

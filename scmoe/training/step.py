@@ -401,8 +401,9 @@ def _after(
   missed = 1 - found.good.astype(jnp.int32)
   scaling, scale, failed = optimizer.scaling, state.scale, missed
   if scaling is not None:
-    # If the loss is finite and a gradient is not, it is an overflow: the loss's factor was too
-    # large. While the factor can still fall, such a step does not count in `skipped_in_row`.
+    # If the loss is finite and the norm of the gradients is not, it is an overflow: the loss's
+    # factor was too large. While the factor can still fall, such a step does not count in
+    # `skipped_in_row`.
     overflow = jnp.isfinite(found.loss) & ~jnp.isfinite(found.norm)
     failed = missed * (1 - (overflow & scaling.may_fall(scale)).astype(jnp.int32))
     scale = scaling.after(scale, jnp.isfinite(found.loss) & jnp.isfinite(found.norm))

@@ -132,10 +132,11 @@ def updated_by_layer(
     # Thanks to this barrier XLA compiles a layer's update to the same kernels as an update of whole
     # stacks.
     new = barrier(structure.flatten_up_to(completed(changed, old)))
-    # `norm` passes through every barrier and so makes a chain of them. With `ahead` = 1 the store
-    # of layer i and the fetch of layer i + 1 stand alone between two barriers, and XLA starts all
-    # their copies before it waits for one. With `ahead` = 0 a barrier between both makes the fetch
-    # wait for the store.
+    # `norm` passes through the barrier at the first fetch and through those below, so that they
+    # are a chain; the one just above is not part of it. With `ahead` = 1 the store of layer i and
+    # the fetch of layer i + 1 stand alone between two barriers, and XLA starts all their copies
+    # before it waits for one. With `ahead` = 0 a barrier between both makes the fetch wait for the
+    # store.
     follows, beside = i + first < len(layers), how.ahead > 0
     if follows and beside:
       away[i + first], new, norm = barrier((away[i + first], new, norm))

@@ -123,7 +123,8 @@ def _single_forms(product: Product, out_itemsize: int) -> list[Tiling]:
 def _put_pingpong_first(result: list[Tiling], product: Product) -> None:
   """Sorts ping-pong forms to the front where `PINGPONG_FIRST` says so.
 
-  For "weights" and "dx" those of 128 columns come before the other ping-pong forms.
+  For "weights" and "dx" those of 128 columns come before the other ping-pong forms, and likewise
+  among the cooperative forms behind them.
   """
   if any(where.holds(product) for where in PINGPONG_FIRST):
     narrow = product.kind in ("weights", "dx")

@@ -131,13 +131,17 @@ class Search:
 
   @property
   def compiles_next(self) -> bool:
-    """True if the next call may compile, and so take long; a call that is not timed always may."""
+    """True if the next call may compile, and so take long.
+
+    During the search a call that is not timed always may, and so may one that runs a step twice.
+    """
     if self.chosen is not None:
       return self.best.compiles_next
     if self._visit is None:
       return True
     variant, counts = self._visit
-    return not counts or self.steps.step(variant).compiles_next
+    step = self.steps.step(variant)
+    return not counts or step.repeats or step.compiles_next
 
   @property
   def repeats(self) -> bool:

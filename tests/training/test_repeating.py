@@ -21,8 +21,9 @@ from scmoe.training.fastest import Steps
 from scmoe.training.guided import GuidedStep
 from scmoe.training.metrics import read_metrics
 from scmoe.training.repeating import CALM, MOST, Pace, RepeatingStep
+from scmoe.training.search import Search
 from scmoe.training.step import init_state
-from scmoe.training.variants import Variant
+from scmoe.training.variants import StepVariants, Variant
 
 # Without slack a router that is not even leaves rows over. But whatever it chooses, the rows fit if
 # only one token of RANKS is no padding: then even all of them to one rank are a balanced share.
@@ -226,6 +227,17 @@ def test_a_base_as_reference_keeps_its_overflow_rounds(free):
   step = Steps(built, abstract, Path("unused"))(Variant())
   traced = step.step.trace(abstract, jax.eval_shape(built.random_batch))
   assert ("while[" in str(traced.jaxpr)) == (free == "false")
+
+
+def test_a_measured_step_of_a_search_has_time_to_compile_the_loops():
+  """Rows may be left over for the first time in a step that the search times."""
+  built = build(smoke(dispatch__overflow="repeat").resolve(num_devices=8, vocab_size=257))
+  make = Steps(built, built.abstract_state(), Path("unused"), say=lambda line: None)
+  search = Search(StepVariants(make), (Variant(), Variant(chunks=2)))
+  for variant in search.candidates:
+    search.steps.step(variant).program = "compiled"
+  search._visit = Variant(), True
+  assert search.compiles_next
 
 
 # -- which program runs the next step --------------------------------------------------------------

@@ -231,5 +231,5 @@ def _valid(prompt: str) -> str:
   try:
     prompt.encode("utf-8")
   except UnicodeEncodeError:
-    raise ConfigError(f"--prompt={prompt!r} is not valid UTF-8") from None
+    raise ConfigError(f"prompt={prompt[:80]!r} is not valid UTF-8; give other characters") from None
   return prompt

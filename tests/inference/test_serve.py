@@ -155,7 +155,7 @@ WRONG = {
   '{"prompt": "a", "stop": [""]}': "stop: one is empty",
   '{"prompt": "a", "logprobs": 99}': "logprobs=99 must be a whole number from 0 to 20",
   json.dumps({"prompt": "a" * 99}): "after a prompt of 100 tokens needs 108 positions, more than",
-  '{"prompt": "\\ud800"}': "is not valid UTF-8",
+  '{"prompt": "\\ud800"}': "prompt='\\ud800' is not valid UTF-8",
   # Requests that nobody sends by accident.
   "[" * 100_000: "the line is not JSON",
   '{"a":' * 100_000: "the line is not JSON",

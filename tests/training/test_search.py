@@ -39,7 +39,7 @@ class FakeStep:
     self.calls, self.threads = 0, set()
     self.waiting = None
 
-  compiles_next = False
+  compiles_next = repeats = False
 
   @property
   def settled(self):

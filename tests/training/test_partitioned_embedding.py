@@ -29,9 +29,12 @@ from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import dry_run
 from scmoe.run.fields import with_field
+from scmoe.run.host_memory import planned_away
 from scmoe.run.placement import on_mesh
 from scmoe.train import train
 from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.host_arrays import lies_on_host
+from scmoe.training.kept import Groups
 from scmoe.training.metrics import read_metrics
 from scmoe.training.options import (
   CheckpointConfig,
@@ -288,6 +291,17 @@ def test_rows_travel_in_the_compiled_step_and_no_table_does():
   whole = moved(stepped("clipped", "whole")[-1])
   assert ("all-gather", table) in whole
   assert not [kind for kind, _ in whole if kind == "all-to-all"]
+
+
+@pytest.mark.parametrize(("embedding", "copies"), [("whole", 1), ("partitioned", 4)])
+def test_the_plan_counts_the_copies_that_the_host_keeps(embedding, copies):
+  """Ranks with other parts of the embedding are groups of their own: the host has all for each."""
+  mesh = MeshConfig(4, 1, 1, embedding=embedding, moments_in="host", moments_update="host")
+  own = built(mesh, "dense", rows=8)
+  state = own.abstract_state()
+  kept = [x for x in jax.tree.leaves((state.params, state.opt_state)) if lies_on_host(x)]
+  plan = planned_away(own.run, state)
+  assert plan.together == len(Groups(kept).members) == copies
 
 
 def traffic(tied, rows, embedding="partitioned"):

@@ -183,9 +183,9 @@ class AdapterFolder:
     alpha = self._field("lora_alpha", "alpha_pattern", place)
     if type(rank) is not int or rank < 1:
       raise DataError(f"{self.path / CONFIG}: r={str(rank)[:40]} of {place.key} is no rank")
-    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+    if type(alpha) not in (int, float) or not 0 < alpha < 2.0**128:  # float32's largest number
       raise DataError(
-        f"{self.path / CONFIG}: lora_alpha={str(alpha)[:40]} of {place.key} is no number above 0"
+        f"{self.path / CONFIG}: lora_alpha={str(alpha)[:40]} of {place.key} is no float32 above 0"
       )
     for name, shape in zip(place.names, place.shapes(rank)):
       entry = self._entries[name]

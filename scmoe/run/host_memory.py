@@ -232,8 +232,8 @@ def planned_away(run: RunConfig, state: TrainState) -> Away | None:
   mesh = run.mesh
   if mesh.moments_update == "device":
     return away(state, mesh.moments_ahead)
-  # Data ranks that neither share nor partition have equal shards, which their host keeps and updates
-  # once. If one array differs between them, the host keeps all arrays for each (`kept.Groups`).
+  # Data ranks that neither share nor partition have equal shards, which their host keeps and
+  # updates once. If one array differs between them, it keeps all for each (`kept.Groups`).
   alike = mesh.shard_state == "none" and mesh.embedding_ranks == 1
   apart = mesh.size // mesh.data if alike else mesh.size
   return away(state, mesh.moments_ahead, computes=True, together=min(apart, HOST_DEVICES))

@@ -47,6 +47,7 @@ from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
 from scmoe.run.multitask import of_task
 from scmoe.run.opened import Stored, check_average, open_run, weights_of
+from scmoe.run.successor import PLACED, PRUNED
 from scmoe.run.text import load_tokenizer
 from scmoe.training.card import read_card
 from scmoe.training.meters import memory_in_use
@@ -228,8 +229,23 @@ def export_adapters(
   return (
     f"{len(held)} adapters of {workdir}, step {stored.step}, on {', '.join(lora.wanted)}: "
     f"{size_of(sum(p.size for p in planned))}, in {folder}"
-    + "; its balancing biases have moved since the base, and stay behind: --to writes them"
-    * moved
+    + "; its balancing biases have moved since the base, and stay behind: --to writes them" * moved
+    + _rearranged(stored.run.train.init_from)
+  )
+
+
+def _rearranged(base: str) -> str:
+  """Words about a base whose experts are not those of the model before it; "" about any other.
+
+  Args:
+    base: folder of the run in `train.init_from`, which may have been deleted.
+  """
+  found = next((name for name in (PLACED, PRUNED) if (Path(base) / name).is_file()), None)
+  if not found:
+    return ""
+  return (
+    f"; they are for the experts of {base}, which {found} gives another order or number than the "
+    f"model before it has: add them to the folder that --workdir {base} --to writes"
   )
 
 

@@ -33,11 +33,9 @@ from scmoe.run.adapters import restore_weights
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import modality_of, with_other_data
 from scmoe.run.opened import Stored, open_run, weights_of
-from scmoe.run.successor import check_source, successor, write_successor
+from scmoe.run.successor import PLACED, PRUNED, check_source, successor, write_successor
 from scmoe.run.text import load_tokenizer, with_tokenizer
 from scmoe.training.restore import with_newest
-
-PLACED, PRUNED = "placement.json", "pruning.json"  # in the new run's folder: what was done
 
 
 class Source(NamedTuple):

@@ -21,6 +21,8 @@ from scmoe.run.text import store_tokenizer
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import TrainConfig
 
+# Files in a run's folder that say how its experts stand to those of the run before it.
+PLACED, PRUNED = "placement.json", "pruning.json"
 _RESET = ("init_from", "stop_after")
 _TEACHER = ("teacher", "teacher_share", "teacher_temperature", "teacher_hidden")
 

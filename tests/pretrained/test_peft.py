@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -139,6 +140,19 @@ def test_balancing_biases_that_have_moved_stay_behind_and_are_named(tmp_path):
   adapt(run, "head", bias=0.5, step=6)
   said = export_adapters(run, tmp_path / "second", mesh="data=1")
   assert "its balancing biases have moved since the base, and stay behind" in said
+
+
+def test_adapters_of_experts_in_another_order_say_to_what_they_are_added(
+  olmoe, tmp_path, monkeypatch
+):
+  """Added to the released model they would change other experts, and no shape would tell."""
+  base = Path(open_run(str(olmoe / "run"), None).run.train.init_from)
+  monkeypatch.chdir(tmp_path)  # the fixture names a folder that is not there
+  base.mkdir()
+  (base / "placement.json").write_text("{}")
+  said = export_adapters(olmoe / "run", tmp_path / "placed", mesh="data=1")
+  assert f"they are for the experts of {base}, which placement.json gives another order" in said
+  assert f"add them to the folder that --workdir {base} --to writes" in said
 
 
 def test_the_folder_is_what_peft_reads(olmoe):

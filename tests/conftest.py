@@ -151,6 +151,16 @@ def _resident() -> int:
   return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
+@pytest.fixture(scope="module")
+def quickly():
+  """Programs compile with few optimisations: for files whose programs run once or twice."""
+  import jax
+
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def mesh_of():
   """Mesh of data x expert x tensor devices, by their numbers."""

@@ -31,16 +31,12 @@ from scmoe.training.metrics import read_metrics
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.restore import read_meta, restore_part
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
+
 QUICK = ("--config=finetune_lora", "--smoke", "--config.train.tensorboard=false",
          "--config.mesh.data=1", "--config.checkpoint.keep=9", "--config.lora.rank=2",
          "--config.train.sample_tokens=0", "--config.router.bias=sign")  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

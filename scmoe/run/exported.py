@@ -75,8 +75,7 @@ def export_model(
     CheckpointError: there is no such step.
     StorageError: the folder exists already, or cannot be written.
   """
-  if dtype and dtype not in DTYPES:
-    raise ConfigError(f"--dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
+  _check_dtype(dtype)
   source = source_of(workdir)
 
   def opened_step() -> tuple[Stored, dict[str, Any], list[Tensor], dict[str, Array]]:
@@ -168,6 +167,11 @@ def _tokenizer_files(run: RunConfig, workdir: Path, is_released: bool) -> dict[s
   return text_files(run, load_tokenizer(run, str(workdir)))
 
 
+def _check_dtype(dtype: str) -> None:
+  if dtype and dtype not in DTYPES:
+    raise ConfigError(f"--dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
+
+
 def export_adapters(
   workdir: Path,
   folder: Path,
@@ -188,8 +192,7 @@ def export_adapters(
     CheckpointError: there is no such step.
     StorageError: the folder exists already, or cannot be written.
   """
-  if dtype and dtype not in DTYPES:
-    raise ConfigError(f"--dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
+  _check_dtype(dtype)
   source = source_of(workdir)
 
   def opened_step() -> tuple[Stored, list[Place], dict[str, Any], bool]:

@@ -159,7 +159,7 @@ def present(tree: PyTree) -> PyTree:
 
 
 def completed(tree: PyTree, like: PyTree) -> PyTree:
-  """The tree with the `Halves` of `like` in place of each `ABSENT` that `_present` put there."""
+  """The tree with the `Halves` of `like` in place of each `ABSENT` that `present` put there."""
   again = lambda old, new: old if _is_absent(new) else new
   return jax.tree.map(again, like, tree, is_leaf=is_halves)
 

@@ -23,6 +23,9 @@ from scmoe.run.adapters import build_training
 from scmoe.run.config import RunConfig, from_dict, to_dict
 from scmoe.training.step import init_state, make_train_step
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
+
 VOCAB, RANK, ALPHA = 32, 3, 7.0
 EVERY = ",".join(TARGETS)
 ONE = MeshConfig(1, 1, 1)
@@ -91,13 +94,6 @@ def step_on(mesh, **options):
   put = lambda x: jax.device_put(x, batch_sharding(built.mesh, leading=1))
   state, scalars, _ = step(state, jax.tree.map(put, batch(built.train.batch_size)))
   return built, before, jax.device_get(state), jax.device_get(scalars)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

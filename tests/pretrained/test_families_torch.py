@@ -4,20 +4,13 @@ torch and transformers are no requirement of this project, and tests/golden hold
 for one model of most families. Where they are installed, these tests compare the version that is.
 """
 
-import os
-
 import jax
 import numpy as np
 import pytest
 import released
+from peers import torch_and_transformers
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-torch = pytest.importorskip("torch", reason="torch is not installed (pip install torch)")
-transformers = pytest.importorskip(
-  "transformers", reason="transformers is not installed (pip install transformers)"
-)
-if int(transformers.__version__.split(".")[0]) < 5:
-  pytest.skip("the fields below are those of transformers 5", allow_module_level=True)
+torch, transformers = torch_and_transformers(5, "the fields below are those of transformers 5")
 TOLERANCE = 1e-4  # absolute, of float32 logits and hidden states of size 1 to 10
 ROWS, LENGTH, VOCAB = 2, 12, 128
 

@@ -14,15 +14,12 @@ import numpy as np
 import pytest
 import released
 from leaving import CASES, run_of, write_run
+from peers import torch_and_transformers
 
 from scmoe.data.tokenizers import ByteTokenizer, prompt_ids
 from scmoe.run.exported import export_model
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-torch = pytest.importorskip("torch", reason="torch is not installed (pip install torch)")
-transformers = pytest.importorskip(
-  "transformers", reason="transformers is not installed (pip install transformers)"
-)
+torch, transformers = torch_and_transformers()
 TOLERANCE = 1e-4  # absolute, of float32 logits of size 5
 PROMPT = 5
 

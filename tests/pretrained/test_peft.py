@@ -25,6 +25,9 @@ from scmoe.run.exported import export_adapters
 from scmoe.run.opened import open_run
 from scmoe.run.placement import on_mesh
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
+
 CASES = {  # case -> targets; together every family whose experts have a layout
   "olmoe_a": "attention,experts,head",
   "gpt_oss_a": "attention,experts",  # gate and up projections that take turns
@@ -37,13 +40,6 @@ CASES = {  # case -> targets; together every family whose experts have a layout
   "llama4_text_a": "attention",
 }
 BY_DAY = ("olmoe_a", "gpt_oss_a")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

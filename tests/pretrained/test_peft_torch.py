@@ -5,24 +5,18 @@ own parameters, by the names in the file and by the class that holds each of the
 """
 
 import json
-import os
 
 import jax
 import numpy as np
 import pytest
 import released
 from adapting import GOLDEN, adapted_run
+from peers import torch_and_transformers
 
 from scmoe.pretrained.adapter_folder import CONFIG
 from scmoe.run.exported import export_adapters, export_model
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-torch = pytest.importorskip("torch", reason="torch is not installed (pip install torch)")
-transformers = pytest.importorskip(
-  "transformers", reason="transformers is not installed (pip install transformers)"
-)
-if int(transformers.__version__.split(".")[0]) < 5:
-  pytest.skip("transformers 4 holds experts as modules", allow_module_level=True)
+torch, transformers = torch_and_transformers(5, "transformers 4 holds experts as modules")
 TOLERANCE = 1e-4  # absolute, of float32 logits
 # Not LongCat-Flash: transformers 5.24 refuses its own models that have zero experts.
 CASES = {

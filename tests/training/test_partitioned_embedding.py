@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 from covering import night, pairwise
 from jax.sharding import PartitionSpec as P
+from tiny_models import DENSE, LONGCAT, POS2, ROUTER, SMALL
 
 from scmoe.base.errors import ConfigError, Preempted
 from scmoe.layers.partitioned import rows_travel
-from scmoe.models.config import ModelConfig
 from scmoe.models.gradient_sums import accumulate
 from scmoe.moe.dispatch import DispatchConfig
-from scmoe.moe.options import RouterConfig
 from scmoe.parallel.gradients import global_norm
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, batch_sharding, manual
 from scmoe.run.build import build
@@ -44,37 +43,12 @@ from scmoe.training.options import (
 )
 from scmoe.training.step import init_state, make_train_step
 
-SMALL = ModelConfig(
-  wiring="top2",
-  num_layers=4,
-  width=16,
-  num_heads=2,
-  mlp_hidden=24,
-  num_experts=4,
-  vocab_size=64,
-  context=8,
-  dtype="float32",
-)
 MODELS = {
-  "dense": dataclasses.replace(SMALL, wiring="dense", num_layers=2),
+  "dense": dataclasses.replace(DENSE, num_layers=2),
   "top2": SMALL,
-  "pos2": dataclasses.replace(SMALL, wiring="scmoe_pos2", top_k=1),
-  "longcat": dataclasses.replace(
-    SMALL,
-    style="llama",
-    wiring="scmoe_pos2",
-    mix="direct",
-    zero_experts=2,
-    top_k=2,
-    q_lora_rank=8,
-    kv_lora_rank=8,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    tie_embeddings=False,
-  ),
+  "pos2": POS2,
+  "longcat": LONGCAT,
 }
-ROUTER = RouterConfig(balance_loss=0.5, z_loss=0.1, noise=1.0)
 LENGTH, ROWS = 8, 16
 
 

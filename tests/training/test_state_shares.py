@@ -11,13 +11,12 @@ import pytest
 from covering import night
 from drawn import drawn, drawn_init
 from jax.sharding import PartitionSpec as P
+from tiny_models import DENSE, LONGCAT, POS2, ROUTER, SMALL
 
 from scmoe.base.errors import Preempted
 from scmoe.blocks.options import OverlapConfig
-from scmoe.models.config import ModelConfig
 from scmoe.models.gradient_sums import accumulate
 from scmoe.moe.dispatch import DispatchConfig
-from scmoe.moe.options import RouterConfig
 from scmoe.parallel.gradients import global_norm
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, batch_sharding, manual
 from scmoe.parallel.shares import WHOLE, share_dimension, share_spec
@@ -36,40 +35,15 @@ from scmoe.training.options import (
 )
 from scmoe.training.step import init_state, make_train_step
 
-SMALL = ModelConfig(
-  wiring="top2",
-  num_layers=4,
-  width=16,
-  num_heads=2,
-  mlp_hidden=24,
-  num_experts=4,
-  vocab_size=64,
-  context=8,
-  dtype="float32",
-)
 MODELS = {
-  "dense": dataclasses.replace(SMALL, wiring="dense"),
+  "dense": DENSE,
   "top2": SMALL,
-  "pos2": dataclasses.replace(SMALL, wiring="scmoe_pos2", top_k=1),
-  "ahead": dataclasses.replace(SMALL, wiring="scmoe_pos2", top_k=1, moe_every=1, num_layers=3),
-  "longcat": dataclasses.replace(
-    SMALL,
-    style="llama",
-    wiring="scmoe_pos2",
-    mix="direct",
-    zero_experts=2,
-    top_k=2,
-    q_lora_rank=8,
-    kv_lora_rank=8,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    tie_embeddings=False,
-  ),
+  "pos2": POS2,
+  "ahead": dataclasses.replace(POS2, moe_every=1, num_layers=3),
+  "longcat": LONGCAT,
 }
 # Its first pair, of another wiring, runs apart from the others.
-OPENING = {"first pair": dataclasses.replace(MODELS["pos2"], wiring="scmoe_pos2_l0")}
-ROUTER = RouterConfig(balance_loss=0.5, z_loss=0.1, noise=1.0)
+OPENING = {"first pair": dataclasses.replace(POS2, wiring="scmoe_pos2_l0")}
 LENGTH, ROWS = 8, 16
 
 

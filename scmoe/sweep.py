@@ -7,9 +7,10 @@
 Each run is a process of its own, python -m scmoe.train, in a folder of its own below --workdir. The
 same command again continues: finished runs are kept, a stopped run resumes, a failed run is tried
 again. --jobs divides the GPUs of this machine among runs that train at the same time, which slows
-each of them. --together trains the seeds of a combination in one process, by one compiled program:
-a small model leaves most of a GPU idle. Values of a grid are separated by commas, or by semicolons
-if they contain commas.
+each of them; with more jobs than GPUs, several share a GPU and its memory, which pays for models so
+small that they leave most of a GPU idle. --together trains the seeds of a combination in one
+process, by one compiled program, for such models, too. Values of a grid are separated by commas, or
+by semicolons if they contain commas.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from scmoe.training.workdir import LOCK, RunLock, owner_lives, prepare_workdir
 OWN = (
   Flag("grid", str, "", "FIELD=VALUE,VALUE,...: trains all combinations", repeat=True),
   Flag("seeds", int, 1, "runs per combination: train.seed, train.seed + 1, ..."),
-  Flag("jobs", int, 1, "runs at the same time, which divide the GPUs"),
+  Flag("jobs", int, 1, "runs at the same time, which divide the GPUs, or share them if more"),
   Flag("together", bool, False, "train the seeds of a combination side by side in one program"),
   Flag("dry_run", bool, False, "print the runs, then stop"),
   Flag("json", str, "", "also write the figures of the comparison to this file"),
@@ -60,6 +61,7 @@ OWN = (
 SHARED = ("config", "config_json", "smoke", "workdir", "allow_import", "simulate", "help")
 FLAGS = tuple(f for f in TRAIN_FLAGS if f.name in SHARED) + OWN
 LOG = "log.txt"
+MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _LOG_END = 2**16  # the last line of a log is searched in so many bytes at its end
 SWEEP_LOCK = "sweep.lock"
 POLL_SECONDS = 0.5
@@ -198,14 +200,18 @@ def _folder_name(choices: Sequence[tuple[str, str]]) -> str:
 def shared_out(jobs: int) -> list[dict[str, str]]:
   """Environment variables that give each job its part of the GPUs; none on a CPU.
 
-  Raises:
-    ConfigError: there are fewer GPUs than jobs.
+  With more jobs than GPUs, several jobs share a GPU, as evenly as it goes, and each of them may
+  allocate an equal part of 90 % of its memory. Example: five jobs on two GPUs are three on the
+  first, which may allocate 30 % each, and two on the second, with the same 30 %. A
+  XLA_PYTHON_CLIENT_MEM_FRACTION that the user has set stays as it is.
   """
   gpus = visible_gpus()
   if not gpus or jobs == 1:
     return [{} for _ in range(jobs)]
-  if len(gpus) < jobs:
-    raise ConfigError(f"--jobs={jobs} is more than the {len(gpus)} GPUs here; use {len(gpus)}")
+  if jobs > len(gpus):
+    part = f"{0.9 / -(-jobs // len(gpus)):.3f}"
+    memory = {} if MEMORY in os.environ else {MEMORY: part}
+    return [{"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)], **memory} for i in range(jobs)]
   share = len(gpus) // jobs
   return [
     {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])} for i in range(jobs)

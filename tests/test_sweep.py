@@ -109,8 +109,12 @@ def test_gpus_are_shared_out(monkeypatch):
   monkeypatch.setattr(sweep, "visible_gpus", lambda: ["0", "1", "2", "3", "4"])
   assert sweep.shared_out(1) == [{}]
   assert [e["CUDA_VISIBLE_DEVICES"] for e in sweep.shared_out(2)] == ["0,1", "2,3"]
-  with pytest.raises(ConfigError, match="--jobs=6 is more than the 5 GPUs here"):
-    sweep.shared_out(6)
+  monkeypatch.delenv(sweep.MEMORY, raising=False)
+  seven = sweep.shared_out(7)
+  assert [e["CUDA_VISIBLE_DEVICES"] for e in seven] == ["0", "1", "2", "3", "4", "0", "1"]
+  assert {e[sweep.MEMORY] for e in seven} == {"0.450"}
+  monkeypatch.setenv(sweep.MEMORY, "0.2")
+  assert sweep.shared_out(7)[0] == {"CUDA_VISIBLE_DEVICES": "0"}
   monkeypatch.setattr(sweep, "visible_gpus", list)
   assert sweep.shared_out(3) == [{}, {}, {}]
 

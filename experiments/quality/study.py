@@ -5,9 +5,10 @@
   python experiments/quality/TABLE/run.py --scale gpu --only top2 --config.data.source=stdlib
   python experiments/quality/TABLE/run.py --scale gpu --table
 
-A GPU trains one run at a time, and all GPUs of the machine train side by side; a CPU trains one run
-after the other. --together trains the seeds of a variant in one process, by one compiled program:
-the runs are the same, and a GPU that a small model leaves idle has more of them an hour.
+A GPU trains one run at a time, and all GPUs of the machine train side by side; --jobs=12 on four
+GPUs trains three runs at a time on each. A CPU trains one run after the other. --together trains
+the seeds of a variant in one process, by one compiled program: the runs are the same, and a GPU
+that a small model leaves idle has more of them an hour.
 
 Runs whose result lies in results/runs/ are not trained again. A run begins only if it can end
 before the limit, as long as the slowest run so far took; what the limit cuts off saves, and goes on
@@ -70,7 +71,7 @@ FLAGS = (
   Flag("scale", str, "", "smoke, cpu or gpu: the sizes of the runs", required=True),
   Flag("only", str, "", "variants to train in this call, joined by commas; all if not given"),
   Flag("limit_seconds", float, -1.0, "time of the call; 0: none; as given by the scale if not set"),
-  Flag("jobs", int, 0, "runs side by side; 0: one a GPU, one on a CPU"),
+  Flag("jobs", int, 0, "runs side by side, also several on a GPU; 0: one a GPU or CPU"),
   Flag("together", bool, False, "train the seeds of a variant side by side in one program"),
   Flag("out", str, "", "folder for plan and results of this call; the study's results/ if not set"),
   Flag("workdir", str, "", "folder of the runs' folders; runs/quality/TABLE/SCALE if not set"),

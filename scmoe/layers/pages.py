@@ -134,9 +134,8 @@ def read(cache: Array, table: PageTable | None) -> Array:
   return jnp.where(seen_BT.reshape(*seen_BT.shape, *[1] * (rows.ndim - 2)), rows, 0)
 
 
-# Whether the kernel may read pages where they lie. It computes the right values in simulation, but
-# no GPU has run it (tests/gpu/test_kernels.py::test_attention_over_pages), so pages are copied.
-IN_PLACE = False
+# Whether the kernel may read pages where they lie, rather than copies of them.
+IN_PLACE = True
 
 
 def attend_over(

@@ -37,7 +37,7 @@ class Average:
     """The decay in step n + 1, with `step` = n steps before: min(decay, (1 + n) / (10 + n)).
 
     That is the warm-up of TensorFlow's `ExponentialMovingAverage` (`num_updates`). Without it the
-    random first weights would have a share of decay^n in the average of n steps.
+    random first weights would have a share of decay^n in the average after n steps.
     """
     count = step.astype(jnp.float32)
     return jnp.minimum(self.decay, (1 + count) / (10 + count))
@@ -46,9 +46,9 @@ class Average:
     """The average after a step, from the one before it and the weights after the step.
 
     Args:
-      average: before it, float32.
-      params: weights after it, float32.
-      step: int32 [], steps before it.
+      average: before the step, float32.
+      params: weights after the step, float32.
+      step: int32 [], number of steps done before it.
     """
     rest = 1 - self.decay_at(step)
     return jax.tree.map(lambda a, p: a + rest * (p - a), average, params)

@@ -1,4 +1,8 @@
-"""WORKDIR/card.json: commit, versions, devices, command and configuration, to repeat a run."""
+"""WORKDIR/card.json: what is needed to repeat a run.
+
+It has the commit, versions, host, devices, command, configuration, fingerprint of the data and all
+starts.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +38,8 @@ def write_card(workdir: Path, **said: Any) -> None:
 
   Args:
     workdir: of the run; exists.
-    **said: fields from the caller: `command`, `config` (as the user gave it, not resolved), `data`
-      and `tokenizer` (fingerprints), `parameters`.
+    **said: fields from the caller, such as `command`, `config` (as the user gave it, not resolved),
+      `data` and `tokenizer` (fingerprints), `parameters` (numbers of them).
 
   Raises:
     StorageError: it cannot be written.
@@ -65,7 +69,7 @@ def read_card(workdir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-  """Versions of Python, scmoe and the installed ones of `PACKAGES`, by name."""
+  """Versions, by name, of Python and of those of scmoe and `PACKAGES` that are installed."""
   found = {"python": platform.python_version()}
   for name in ("scmoe", *PACKAGES):
     try:

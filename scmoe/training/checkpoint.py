@@ -1,8 +1,8 @@
 """Checkpoints: written by all processes, kept, and restored on any mesh from the newest good step.
 
 Orbax writes the arrays and commits a step by renaming its directory; it does not fall back to an
-older step when one is damaged. So this file keeps its own list of steps. `restore` reads a step,
-`description` is the JSON beside its arrays.
+older step when one is damaged. So this module lists the steps itself and tries one after the other.
+`scmoe.training.restore` reads a step, `scmoe.training.description` the JSON beside its arrays.
 
     WORKDIR/checkpoints/N/params    weights            N/data/metadata   data position (JSON)
                           N/state   everything else    N/meta/metadata   configuration ... (JSON)
@@ -69,6 +69,9 @@ class Checkpointer:
     cfg: says how many steps to keep, and what to do when writing fails.
 
   With several processes all of them make every call.
+
+  Raises:
+    StorageError: the folder of the steps cannot be written.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], cfg: CheckpointConfig):
@@ -91,8 +94,9 @@ class Checkpointer:
   def save(self, step: int, state: PyTree, data_state: dict, meta: dict) -> bool:
     """Starts writing a step, after the save under way if there is one; False if writing failed.
 
-    True means that the save was started or, without async_save, that it is complete. A step counts
-    as saved only when it is complete (`wait`). The arrays may be donated as soon as this returns.
+    True means that the save was started or, without async_save, that it is complete; it says
+    nothing of the save under way before. A step counts as saved only when it is complete (`wait`).
+    The arrays may be donated as soon as this returns.
 
     Args:
       step: optimizer steps done.
@@ -176,8 +180,9 @@ class Checkpointer:
 
     Raises:
       NonFiniteError: an array is not finite; the step does not appear.
-      StorageError: writing failed, or a piece raised an exception that is no `ScmoeError`. A
-        `ScmoeError` that a piece raises is passed on. In every case nothing of the step is left.
+      StorageError: writing failed, a piece is missing or came twice, or a function of `pieces`
+        raised an exception that is no `ScmoeError`. A `ScmoeError` of such a function, and every
+        exception of `ready`, is passed on. In every case nothing of the step is left.
     """
     place = self.directory / f"{step}.orbax-checkpoint-tmp-pieces"
     failed = f"saving step {step} to {self.directory} failed"
@@ -236,9 +241,12 @@ class Checkpointer:
         called where several processes read: they exchange messages in one order.
 
     Raises:
-      CheckpointError: all checkpoints are damaged, or a later version of scmoe wrote one.
+      CheckpointError: all checkpoints are damaged, or a later version of scmoe wrote the newest
+        undamaged one.
       ConfigError: a stored name, shape or type does not fit `abstract` (`misfit`), or another
         number of processes wrote the step and their positions in the data differ.
+      Exception: what `check` and `meanwhile` raise, and errors of too little memory and of missing
+        permission, which `scmoe.training.restore.load` passes on.
     """
     _warn_of_junk(self.directory)
     for step in reversed(self.steps()):
@@ -299,7 +307,10 @@ class Checkpointer:
       raise StorageError(f"{self.directory} cannot be written: {error.strerror}") from None
 
   def _clear_destination(self, step: int) -> None:
-    """Renames a file or folder that has the step's name to `N.ignored-<time>`; all must call it."""
+    """Renames a file or folder that has the step's name to `N.ignored-<time>`.
+
+    All processes call it, and process 0 renames.
+    """
     place = self.directory / str(step)
     if is_first() and (place.is_symlink() or place.exists()):
       self._rename(place, "ignored")

@@ -16,8 +16,13 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
   But a loss or gradient norm is shown even if it is infinite or NaN.
 
   Reads `loss`, `lr`, `grad_norm`, `tokens_per_second`, `mfu` (0 to 1), `eta_seconds`, `drop` (share
-  of choices), `imbalance` (busiest expert over the mean), and `skipped` and `repeated`, which are
-  left out if 0.
+  of the routers' choices that were dropped, 0 to 1), `imbalance` (load of the busiest expert over
+  the mean load), and `skipped` and `repeated` (numbers of steps), which are left out if 0.
+
+  Args:
+    step: number of the step.
+    steps: steps of the whole run, at least 1.
+    values: the figures by name; others are not read.
   """
   width = len(str(steps))
   parts = [f"step {step:{width}d}/{steps} ({100 * step // steps}%)"]

@@ -42,7 +42,7 @@ def find_cluster(
   that gives it: the configuration, the SCMOE_* variables (`VARIABLES`), SLURM.
 
   Raises:
-    ConfigError: a part is missing or does not fit the others.
+    ConfigError: a part is missing or malformed, or does not fit the others.
   """
   slurm = _slurm(environment)
   coordinator = (
@@ -155,7 +155,7 @@ def bytes_of_first(value: bytes) -> bytes:
 
 
 def from_all_processes(value: dict[str, Any]) -> list[dict[str, Any]]:
-  """The JSON-able values that all processes give, in their order; all must call it."""
+  """The JSON-able values of all processes, in the order of their numbers; all must call it."""
   value = json.loads(json.dumps(value))
   if jax.process_count() == 1:
     return [value]

@@ -53,8 +53,9 @@ SILENT_SECONDS = 15.0  # a member that writes nothing for so long is given up
 FIRST_SECONDS = 300.0  # how long the first turn waits for all members, as jax waits for processes
 _TICK_SECONDS = 0.25
 _BEAT_SECONDS = 1.0
-_PEER_SECONDS = 3.0  # for a child to end by itself after a peer's child has died
-_ENDED_SECONDS = 60.0  # the same after a peer's child has ended for good, which all do together
+_PEER_SECONDS = 3.0  # for a child to end by itself after a peer's child, or the peer, has died
+# The same after a peer has ended with an error for good, which the members of a turn do together.
+_ENDED_SECONDS = 60.0
 _KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -200,7 +201,11 @@ class Supervisor:
     If a turn is due, the first of the members chosen for it (`_chosen_from`) plans it.
 
     Returns:
-      the member's exit code if it was told to stop or the run has ended; else None.
+      the member's exit code if it was told to stop, the run has ended, or this host has no devices
+      any more; else None.
+
+    Raises:
+      ConfigError: this member plans the turn, and no mesh fits.
     """
     if self.asked:
       self.tell(asks=LEAVE)  # else the others would take 75 for the end of the run
@@ -249,10 +254,11 @@ class Supervisor:
     return self.others.seconds > (self.silent if trained else FIRST_SECONDS)
 
   def _locked_out(self) -> bool:
-    """True while a lock of another host may keep a new start's first command out of the folder.
+    """True while an earlier start's lock may keep a new start's first command out of the folder.
 
-    That command would end with 2, and the run with it. A lock that is still held later belongs to a
-    run that lives: then the command has to end so.
+    That command would end with 2, and the run with it. A killed process of another host seems to
+    hold its lock for `FOREIGN_STALE_SECONDS`, so this member waits as long. A lock that is held
+    after that belongs to a run that lives: then the command has to end with 2.
     """
     if self.others.seconds > FOREIGN_STALE_SECONDS or not self.launch.held():
       return False
@@ -370,7 +376,10 @@ class Supervisor:
     return bool(fit) and self.launch.choose(here + len(fit), self.me.devices).processes > here
 
   def _ended(self, code: int) -> int | None:
-    """The exit code of this member if its command has ended for good; None if a turn follows."""
+    """This member's exit code if its command has ended for good; None if a turn follows.
+
+    It is `GAVE_UP_EXIT` if the command died and no restart is left.
+    """
     if code in FINAL and code != Preempted.code:
       return code
     if self.asked:
@@ -378,7 +387,7 @@ class Supervisor:
       # The signal ends a command that has not begun to train: nothing is lost.
       return Preempted.code if code == 128 + signal.SIGTERM else code
     if code != Preempted.code:
-      # The watchdog ends a command whose collective is stuck, which is another host's fault.
+      # The watchdog ends a command whose collective is stuck, most likely by another host's fault.
       own = code != WATCHDOG_EXIT
       return self._died(f"the training ended with {code}", counts=True, own=own)
     last = [self.me, *(self.others.last(number) for number in self.plan.members)]

@@ -40,7 +40,7 @@ def write_replay(
       the step read.
     batch: this process's part of the step's batch.
     how: JSON-able: the step's number, the seed, and how the step was run.
-    values: figures of the step.
+    values: figures of the step; those of `_NUMBERS` are written.
 
   Returns:
     words for the error's message: the command that repeats the step, or why the files could not be

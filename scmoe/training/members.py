@@ -3,8 +3,8 @@
 Each process of the launcher is a member: a parent that runs the training command as a child
 (`scmoe.training.elastic`). A member writes one file about itself every second and reads those of
 the others. It counts a member as alive while that member's file goes on changing, by its own
-clock: the clocks of two hosts are never compared. The member with the lowest number among those
-alive writes the plan.
+clock: the clocks of two hosts are never compared. Of the living members that may train in the next
+turn, the one with the lowest number writes the plan.
 
 Files are overwritten in place and not renamed: on NFS a host opens the current content of a file
 that it knows, but may find the old file under a name for up to a minute. A half-written file is no
@@ -170,7 +170,7 @@ class Others:
 
   @property
   def seconds(self) -> float:
-    """How long this object has watched."""
+    """Seconds for which this object has watched, without those by which a look came late."""
     return self._clock() - self._since
 
   def look(self) -> None:
@@ -190,7 +190,7 @@ class Others:
   def last(self, number: int) -> Member | None:
     """A member's newest description of itself, whether the member is alive or not.
 
-    None if it wrote nothing since this object watches.
+    None if it has written nothing since this object began to watch.
     """
     return self._seen[number][0] if number in self._seen else None
 

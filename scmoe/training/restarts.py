@@ -22,8 +22,8 @@ from scmoe.training.signals import hangups
 # Exit codes after which `supervise` does not start the run again; see `scmoe.base.errors` for their
 # meaning. An elastic run goes on after 75 if its members regroup or one of them leaves.
 FINAL = (0, 2, 3, 4, 5, 6, GAVE_UP_EXIT, 75)
-# Most seconds from the command's end to its next start. The wait is 1 s at first and doubles with
-# each restart in a row.
+# Most seconds from the command's end to its next start. The waits before restarts in a row are 1,
+# 2, 4, ... seconds; an elastic run's first restart comes without a wait.
 LONGEST_WAIT = 60.0
 
 

@@ -55,17 +55,18 @@ def read_meta(workdir: str | os.PathLike[str], step: int | None = None) -> dict[
 
   Raises:
     StepGone: there is no such step.
-    CheckpointError: it is damaged, or there is no readable one.
+    CheckpointError: it is damaged, there is no readable one, or a later version of scmoe wrote it.
   """
   return _of_step(workdir, step, lambda place: read_description(place)[0])
 
 
 def _of_step(workdir: str | os.PathLike[str], step: int | None, read: Callable[[Path], T]) -> T:
-  """`read(place)` of a step, or of the newest step where that does not raise `Damaged`.
+  """`read(place)` of a step; with `step` None, of the newest step where that raises no `Damaged`.
 
   Raises:
     StepGone: `step` is not there.
     CheckpointError: it is damaged, or there is none that can be read.
+    Exception: everything but `Damaged` that `read` raises.
   """
   directory, tried = Path(workdir).absolute() / FOLDER, set()
   while True:
@@ -98,6 +99,7 @@ def with_newest(attempt: Callable[[], T], step: int | None = None) -> T:
   Raises:
     StepGone: the step that the user named is not there, or the newest was removed in each of
       `ATTEMPTS` attempts.
+    Exception: what else `attempt` raises.
   """
   for _ in range(ATTEMPTS - 1):
     try:
@@ -120,8 +122,9 @@ def restore_params(
     step: which one; None: the newest undamaged one.
 
   Raises:
-    CheckpointError: no such step, or no valid one.
-    ConfigError: a stored shape or type is not that of `abstract_params`.
+    CheckpointError: no such step, no valid one, or a later version of scmoe wrote it.
+    ConfigError: a name of `abstract_params` is not stored, or a stored shape or type does not fit
+      (`misfit`).
   """
   return restore_part(workdir, {"params": abstract_params}, step)["params"]
 
@@ -137,8 +140,7 @@ def restore_part(
     step: which one; None: the newest undamaged one.
 
   Raises:
-    CheckpointError: no such step, or no valid one.
-    ConfigError: a stored shape or type is not that of `abstract`.
+    CheckpointError, ConfigError: as `restore_params`.
   """
   read = lambda place: load(place, abstract, read_description(place)[0], partial=True)
   return _of_step(workdir, step, read)
@@ -157,11 +159,10 @@ def restore_on_host(
     workdir: of the run.
     abstract: of the parameters, dictionaries of `jax.ShapeDtypeStruct` with shardings.
     step: which one; None: for each leaf, the newest undamaged one.
-    part: the field of the state: the weights or their `average`.
+    part: the field of the state: `params` (the weights) or `average` (their average).
 
   Raises:
-    CheckpointError: no such step, or no valid one.
-    ConfigError: a stored shape or type is not that of `abstract`.
+    CheckpointError, ConfigError: as `restore_params`.
   """
 
   def read(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
@@ -186,7 +187,7 @@ def restore_stored(
     step: which one.
 
   Raises:
-    CheckpointError: there is no such step, or it is damaged.
+    CheckpointError: there is no such step, it is damaged, or a later version of scmoe wrote it.
   """
 
   def read(place: Path) -> dict[str, jax.Array]:
@@ -218,8 +219,9 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
     partial: whether `abstract` may leave out leaves that the step holds.
 
   Raises:
-    Damaged: a file cannot be read, or a leaf differs from what was written.
-    ConfigError: the step's leaves have other names, shapes or types than `abstract`.
+    Damaged: a file cannot be read, or a leaf differs from what was written. Errors of too little
+      memory and of missing permission are passed on instead.
+    ConfigError: the step's leaves do not fit the names, shapes and types of `abstract` (`misfit`).
   """
   wanted = flatten(abstract)
   # Shapes and types are compared before anything is read: orbax would cast or pad silently.
@@ -267,7 +269,7 @@ def _read_arrays(
   Args:
     place: directory of the step.
     wanted: ShapeDtypeStruct with shardings.
-    items: name of the step's directory that holds each leaf.
+    items: for each leaf's name, the step's subfolder that holds it.
 
   Raises:
     Damaged: they cannot be read. But errors of too little memory and of missing permission are

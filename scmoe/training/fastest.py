@@ -11,7 +11,7 @@ them was right everywhere (experiments/LOG.md). So candidates are measured, by a
          the first steps, each of which trains
 
 WORKDIR/schedule.json keeps the decision and its measurements (`scmoe.training.decisions`); a later
-start reads them.
+start of the same program reads the decision and measures nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Searchable(Protocol):
       compares it.
     mesh: the devices that the step runs on.
     objective, optimizer: see `scmoe.training.step`.
-    candidates: the variants from which `overlap.schedule=auto` chooses; the first is as configured.
+    candidates: what `overlap.schedule=auto` tries: variants, and functions that make one from the
+      fastest so far (`Change`). The first is `Variant()`, the step as configured.
   """
 
   @property
@@ -84,7 +85,11 @@ class Searchable(Protocol):
     ...
 
   def variant(self, variant: Variant) -> Objective:
-    """The objective of a variant: the same result, unless `top_k` or `capacity_factor` is set."""
+    """The objective of a variant: the same result, unless `top_k` or `capacity_factor` is set.
+
+    Raises:
+      ConfigError: the variant does not fit the run.
+    """
     ...
 
   def without_loops(self, variant: Variant) -> Objective | None:
@@ -173,7 +178,7 @@ def fastest_step(
   With auto (and `overlap.search_seconds` > 0) the fastest is measured here; with `train.tune` alone
   the returned `Search` measures it in the first training steps. If an earlier start kept a decision
   for the same program and machine, the step of its variant is returned and nothing is measured,
-  unless `same_transport` is True and the variant changes the transport.
+  unless that variant does not fit the run, or changes the transport and `same_transport` is True.
 
   With auto a cut of the run proposes a change. The change is taken if it is faster on whole steps
   too. Whole steps need memory for one state of the run, freed before the run makes its own. In a
@@ -190,7 +195,8 @@ def fastest_step(
       wirings can be compared.
 
   Raises:
-    ConfigError: `train.tune` is malformed.
+    ConfigError: `train.tune` is malformed, or a candidate that is measured here does not fit the
+      run, e.g. an r that does not divide the devices.
   """
   make = Steps(built, abstract, folder, gpu, collect, say)
   steps, tuned = StepVariants(make), parse_candidates(built.train.tune)

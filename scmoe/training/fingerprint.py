@@ -37,9 +37,9 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
   """Fingerprints (8 hexadecimal digits) of arrays, and whether each is finite throughout.
 
   The devices that hold an array compute both. For an array in the host's memory the host does, one
-  array after the other; if it is a scalar, or of a type that `_walk` cannot read, its devices get a
-  copy of it. Processes that divide such an array each read their own shards. With several processes
-  all must call this.
+  array after the other; but if it is a scalar, or of a type that `_is_walked` does not name (such
+  as bool or complex64), its devices get a copy of it. Processes that divide an array in the host's
+  memory each read their own shards of it. With several processes all must call this.
   """
   found = {i: _walked(leaf) for i, leaf in enumerate(leaves) if _is_walked(leaf)}
   if parted := [i for i in found if not leaves[i].is_fully_addressable]:
@@ -73,7 +73,8 @@ def survey_piece(
 ) -> tuple[int, bool]:
   """A piece's summand in its array's fingerprint, and whether all the piece's elements are finite.
 
-  The summands of all pieces add up, modulo 2^32, to the array's fingerprint. Runs on the host.
+  The summands of all pieces add up, modulo 2^32, to the array's fingerprint. It runs on jax's CPU,
+  or on jax's default device if JAX_PLATFORMS leaves the CPU out.
 
   Args:
     value: array[place]: at most 4 bytes an element. A scalar counts as a vector of one element.
@@ -132,10 +133,10 @@ def _on_cpu(x: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _walk(x: Array, strides: tuple[int, ...], start: Array) -> tuple[Array, Array]:
-  """A part's summand in its array's fingerprint, uint32 [], and whether the part is finite, bool.
+  """A part's summand in its array's fingerprint, uint32 [], and whether it is finite, bool [].
 
   Args:
-    x: the part.
+    x: the part, of one dimension at least.
     strides: of the whole array, in elements, for the dimensions that `x` has.
     start: position of the part's first element in the whole array, modulo 2^32.
   """

@@ -24,7 +24,8 @@ class Goodput:
   Attributes:
     trained: seconds in kept steps.
     wall: seconds since the first start.
-    starts: starts of the run whose lines are still there; the first start's always is.
+    starts: number of starts whose lines are still there and have a usable time. A resumed run
+      removes the lines of starts at later steps than its own; the first start's line stays.
   """
 
   trained: float

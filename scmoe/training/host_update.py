@@ -109,7 +109,8 @@ def make_host_step(
   gathers = shares is not None and not shares.parameters
   program = jax.jit(
     manual(local_step, mesh, (specs, P(None, BATCH_AXES)), (after, P(), P(), left)),
-    # Whole parameters are no shares: what is not donated is deleted instead.
+    # With `gathers` the state holds whole parameters and the result only shares of them, whose
+    # shapes differ: XLA could not reuse donated memory. `HostStep.run` deletes the old ones.
     donate_argnums=() if gathers else 0,
     in_shardings=(place(specs), batch_sharding(mesh, leading=1)),
     out_shardings=place((after, P(), P(), left)),
@@ -136,11 +137,12 @@ class HostStep:
 
   Args:
     program: jitted; (state `without_kept`, batch) -> (state, scalars, arrays, `Left`). It donates
-      the state.
+      the state if `whole` is None.
     abstract: the state as `jax.ShapeDtypeStruct`s with shardings.
     rule: updates one layer; runs on the host.
     ahead: number of layers whose gradients leave the device before their turn.
-    whole: own parameters -> stored parameters, in one program; None: they are the same.
+    whole: this rank's updated shares of parameters -> the whole parameters that the state stores,
+      in one program; None: the state stores what a rank updates.
     options: XLA's options for the host's programs.
 
   Attributes:
@@ -284,7 +286,7 @@ class HostStep:
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-  """The arrays of `PARTS`, in order, an `Apart` being one of them.
+  """The arrays of `PARTS`, in order; an `Apart` counts as one array.
 
   Attributes:
     structure: of the dictionary of `PARTS`.
@@ -294,7 +296,7 @@ class _Parts:
     near: places of arrays in the device's memory that belong to one layer.
     away: places of arrays that the host keeps.
     shared: places of the optimizer's counters: every layer reads the old ones.
-    groups: devices with the same shards.
+    groups: this process's devices, in groups that hold the same shards of the arrays in `away`.
   """
 
   structure: Any

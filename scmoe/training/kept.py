@@ -69,7 +69,7 @@ class Kept:
 
   @classmethod
   def taken(cls, x: Array, groups: Groups) -> Kept:
-    """A copy of an array in pinned memory, which is given up."""
+    """A copy of an array that lies in pinned memory; that array is deleted."""
     shards = [shard_of(x, group[0]) for group in groups.members]
     kept = cls(x, groups, [jax.device_put(one, cpu(), may_alias=False) for one in shards])
     jax.block_until_ready(kept.shards)
@@ -100,15 +100,22 @@ def is_kept(x: Any) -> bool:
 
 
 def is_away(x: Any) -> bool:
-  """Whether a leaf of a state, where an `Apart` is a leaf, lies in any memory of the host."""
+  """Whether a leaf of a state lies in any memory of the host.
+
+  An `Apart` is one leaf here, and counts as lying there: where the host computes the update, all
+  its layers do.
+  """
   return is_apart(x) or is_kept(x) or lies_on_host(x)
 
 
 def kept(leaf: Any, groups: Groups) -> Any:
   """A leaf in the host's memory as `Kept`, or an `Apart` of them.
 
-  Arrays with values are taken over and deleted; `jax.ShapeDtypeStruct`s become zeros, as which
-  Adam's moments begin.
+  Arrays with values are taken over and deleted; a `Kept` is returned as it is;
+  `jax.ShapeDtypeStruct`s become zeros, as which Adam's moments begin.
+
+  Raises:
+    ConfigError: as `cpu`.
   """
   if is_apart(leaf):
     return Apart(tuple(kept(part, groups) for part in leaf.parts))

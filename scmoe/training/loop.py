@@ -50,15 +50,16 @@ class Trainer:
     built: the model and its options.
     data: the training data.
     workdir: of the run.
-    evaluate: `(state, stopping)` -> scalars. It calls `stopping()` before every batch and returns
-      None once that is true. A step that is both saved and evaluated is saved first, so that a
-      failing evaluation loses no step. `evaluate` None: no evaluation.
-    sample: `state` -> text; called after the evaluation, if a step has both. None: no samples.
+    evaluate: `(state, stopping)` -> scalars, with the state as `TrainState.readable` gives it. It
+      calls `stopping()` before every batch and returns None once that is true. A step that is both
+      saved and evaluated is saved first, so that a failing evaluation loses no step. `evaluate`
+      None: no evaluation.
+    sample: such a state -> text; called after the evaluation, if a step has both. None: no samples.
     header: text printed once, before the line that says where the run begins; "": none.
     card: this start's arguments for `scmoe.training.card.write_card`; None: no card.
     warm_start: state -> state with other parameters; called before the first step of a run that
       finds no checkpoint in the workdir. None: such a run keeps its fresh parameters.
-    teacher: makes `TrainState.teacher`; called at every start, since checkpoints omit it.
+    teacher: makes `TrainState.teacher` at every start, since checkpoints omit it; None: no teacher.
   """
 
   def __init__(
@@ -83,7 +84,7 @@ class Trainer:
     """Trains to the last step, from the newest valid checkpoint in the workdir if there is one.
 
     Returns:
-      the final state.
+      the final state, as a checkpoint holds it.
 
     Raises:
       ConfigError: a setting is unusable or differs from the checkpoint's, or another process uses
@@ -128,7 +129,8 @@ class Trainer:
     """Checks that batches divide over mesh and processes; returns a step's number of microbatches.
 
     Raises:
-      ConfigError: a microbatch does not divide evenly over mesh or processes, or
+      ConfigError: a microbatch does not divide evenly over the mesh's batch axes or over the
+        processes, the batch axes do not divide evenly over the processes, or
         `train.tokens_per_step` is no whole number of microbatches.
     """
     train, shards = self.built.train, batch_shards(self.built.mesh)
@@ -200,13 +202,14 @@ class Run:
   def start(self) -> None:
     """Restores or initialises the state, writes config and card, and opens outputs.
 
-    The newest valid checkpoint is restored; the state is initialised only if there is none at all.
-    A run without a checkpoint begins with fresh parameters, or with those of `Trainer.warm_start`.
-    A run that finds a checkpoint of weights alone begins at step 0 with these weights. If the
-    restored step was due for an evaluation that metrics.jsonl lacks, it is evaluated now.
+    The newest valid checkpoint is restored, and the run goes on at its step. A run without any
+    checkpoint begins at step 0 with fresh parameters, or with those of `Trainer.warm_start`. If the
+    checkpoint holds weights alone, the run begins at step 0, too, with these weights, the stored
+    part of the router's state, and all else fresh. If the restored step was due for an evaluation
+    that metrics.jsonl lacks, it is evaluated now.
 
     Raises:
-      CheckpointError: there are checkpoints, but all are damaged.
+      CheckpointError, ConfigError, DataError, StorageError: as `Trainer.run`.
     """
     built, trainer = self.built, self.trainer
     stored = self.abstract.for_checkpoint()
@@ -303,6 +306,7 @@ class Run:
 
     Raises:
       Preempted: the run was stopped before its last step, or before that step was evaluated.
+      NonFiniteError, StorageError: as `save`.
     """
     train = self.train
     self.flush()
@@ -390,7 +394,7 @@ class Run:
     self.stepped(Reported(scalars, arrays), None if final else batch)
 
   def stepped(self, results: Results, batch: Any = None) -> None:
-    """Notes that a step was dispatched, and reads the results of the step before it.
+    """Notes that a step was dispatched, and reads the results of the step before it (`flush`).
 
     Args:
       results: of the dispatched step. If the run may end with it, this call reads them, else the
@@ -518,7 +522,7 @@ class Run:
     self._pause()
 
   def evaluate(self) -> None:
-    """Evaluates this step if the trainer can; a request to stop meanwhile drops the evaluation."""
+    """Evaluates this step after `flush`, if the trainer can; a request to stop drops the result."""
     if self.trainer.evaluate is None:
       return
     self.flush()
@@ -532,7 +536,7 @@ class Run:
   def sample(self) -> None:
     """Prints a sample of text, if the trainer makes samples and `train.sample_tokens` is not 0.
 
-    A sample that fails does not stop the run.
+    A sample that fails does not stop the run; `flush`, which is called first, may.
     """
     if self.trainer.sample is None or not self.train.sample_tokens:
       return
@@ -584,8 +588,8 @@ class Run:
   def profile(self) -> None:
     """Starts jax's profiler before step `train.profile_step`; stops it `profile_steps` steps later.
 
-    A run that ends earlier stops it in `close`. The trace is taken in this process, so no port is
-    opened for a profiler's client.
+    Before both it calls `flush`. A run that ends earlier stops it in `close`. The trace is taken in
+    this process, so no port is opened for a profiler's client.
     """
     train = self.train
     if train.profile_step and self.step + 1 == train.profile_step:

@@ -48,7 +48,7 @@ def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
   Python, which cannot be exported. Without jax's cache folder every program is lowered as usual.
 
   Args:
-    step: a `jax.jit`-ed function.
+    step: a `jax.jit`-ed function or a `HostStep`, whose program is lowered as usual.
     traced: `step.trace(*args)`.
     args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
     gpu: whether the program is for a GPU.

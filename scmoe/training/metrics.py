@@ -142,8 +142,8 @@ def metrics_by_kind(
 
   Args:
     workdir: of the run.
-    warns: whether to print a warning if broken lines are left out. A last line without its end is
-      none of them, because a run may be writing it.
+    warns: whether to print a warning if broken lines are left out. A last line that begins with a
+      brace but has no end is none of them, because a run may be writing it.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -242,6 +242,9 @@ class Metrics:
     tensorboard: also write TensorBoard files.
     trackers: any of `wandb` and `trackio`, joined by commas; "": none.
     config: the run's configuration, for trackers.
+
+  Raises:
+    StoredError, StorageError: as `MetricsFile`.
   """
 
   def __init__(

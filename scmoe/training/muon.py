@@ -29,7 +29,9 @@ from scmoe.parallel.mesh import own_share
 
 
 def dimensions(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
-  """The dimensions of a parameter that make a matrix; None if it is no matrix.
+  """The input and output dimensions of a parameter's matrices; None if it is no matrix.
+
+  They are counted from the end: -1 is the last dimension.
 
   Args:
     path: of the parameter, as `jax.tree_util` gives it.
@@ -78,7 +80,11 @@ def muon_or(
 
 
 def _scaled(path: tuple[Any, ...], update: Array, rms: float) -> Array:
-  """The orthogonal update [m, n], whose RMS is 1 / sqrt(max(m, n)), scaled to an RMS of `rms`."""
+  """Orthogonal updates of matrices [m, n], of RMS 1 / sqrt(max(m, n)), scaled to an RMS of `rms`.
+
+  If an input or output has several dimensions, such as heads and their width, m or n is their
+  product.
+  """
   numbers: Any = dimensions(path, update)
   sizes = (math.prod(update.shape[d] for d in side) for side in numbers)
   return update * jnp.asarray(rms * math.sqrt(max(sizes)), update.dtype)

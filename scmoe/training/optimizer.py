@@ -57,8 +57,8 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   Warm-up of w = min(warmup_steps, steps // 2) steps gives (n + 1) / (w + 1) of the peak: the first
   step already learns, and a run made short for a trial still reaches the peak. After the warm-up
   `cosine` falls from the peak towards min_lr_ratio of it, `constant` stays at the peak, and `wsd`
-  stays there until the last decay_fraction of the steps, in which it falls linearly towards
-  min_lr_ratio of the peak.
+  stays there until the last decay_fraction of all steps (at most those after the warm-up), in which
+  it falls linearly towards min_lr_ratio of the peak.
   """
   peak, warmup = cfg.learning_rate, min(cfg.warmup_steps, steps // 2)
   decay = min(round(cfg.decay_fraction * steps), steps - warmup)

@@ -27,7 +27,8 @@ from scmoe.profiling.program import Program
 from scmoe.training.guided import GuidedStep
 
 # A run changes to the program with loops when rows were left over in TWICE of the last RECENT
-# steps, and back when no row was in at least CALM steps in a row (at most MOST).
+# steps. It changes back after `Pace.calm` steps in a row without rows left over: CALM at first, and
+# never more than MOST.
 TWICE, RECENT, CALM, MOST = 2, 8, 8, 512
 
 
@@ -40,7 +41,8 @@ class Pace:
 
   Attributes:
     looped: whether the next step runs with loops.
-    calm: number of steps in a row without rows left over that end the present burst, or the last.
+    calm: number of steps in a row without rows left over that end the present burst or, between two
+      bursts, ended the last one; 0 before the first.
   """
 
   def __init__(self) -> None:

@@ -39,8 +39,9 @@ _GONE = ("router.skewed",)
 _MOST_BLOCKS = 1024  # a larger `model.moe_every` is unusable: a damaged file may hold any number
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 # Fields that later versions added, by the names with which they were added, and the value that
-# describes what earlier runs did. Without it the missing field would count as a change of the
-# configuration, and the run would be refused.
+# describes what earlier runs did; a field that changes no result has a default instead. Without the
+# value the missing field would count as a change of the configuration, and most such changes keep a
+# run from resuming.
 _SINCE = {
   "model": {
     "expert_impl": "auto",

@@ -69,12 +69,13 @@ class Search:
       `Variant` replaces the fields that it gives, a `Change` is called with that variant. False:
       each candidate is applied to the configured variant.
     rounds: measured steps of each candidate; their medians and spreads decide.
-    seconds: limit of the whole search, compilation included.
-    most_steps: limit of steps before the choice.
-    margin: fraction by which a candidate must be faster than an earlier one to replace it.
+    seconds: limit of the whole search, compilation included. It decides which candidates are tried;
+      those that are tried are always measured to the end.
+    most_steps: limit of steps before the choice, in the same sense.
+    margin: fraction by which a candidate must be faster than the one kept so far to replace it.
     together: number of candidates to compile at once before the first is tried; only with
-      `on_best`. Nothing is measured yet, so each is applied to the one before it. 1: one by one.
-      If their compilation takes longer than `seconds`, only the first of them is tried.
+      `on_best`. Nothing is measured yet, so each is applied to the one before it. 0 or 1: one by
+      one. If their compilation takes longer than `seconds`, only the first of them is tried.
     where: what is measured, for the line that tells the choice.
     keep: called with the result of `decision` when the choice is made.
     say: prints a line.
@@ -104,7 +105,7 @@ class Search:
     self.measured: dict[Variant, list[float]] = {}
     # Seconds from the start of a variant's compilation until its steps can be timed.
     self.prepared: dict[Variant, float] = {}
-    # Why a variant is left out: there was no time for it, or XLA could not compile it.
+    # Why a variant is left out: no time or no steps were left for it, or XLA could not compile it.
     self.untried: dict[Variant, str] = {}
     self.chosen: Variant | None = None
     self._keep, self._say, self._clock = keep, say, clock
@@ -133,7 +134,10 @@ class Search:
   def compiles_next(self) -> bool:
     """True if the next call may compile, and so take long.
 
-    During the search a call that is not timed always may, and so may one that runs a step twice.
+    During the search a call that is not timed always may: at its end the next candidate may be
+    compiled. So may every call of a step that may be run twice (`repeats`). With `on_best` a timed
+    call may compile the next candidate, too, and this is False; the training loop, which asks, has
+    no such search.
     """
     if self.chosen is not None:
       return self.best.compiles_next

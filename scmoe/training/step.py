@@ -147,7 +147,9 @@ class Objective(Losses, Protocol):
     ...
 
   def left_over(self, aux: PyTree) -> Array:
-    """Whether a layer needed more rounds than one, bool []; only a step that `repeats` calls it.
+    """Whether a layer needed more rounds than one, bool [].
+
+    Only a step that was made with `repeats` calls it.
 
     Args:
       aux: of `losses`, summed over microbatches.
@@ -231,7 +233,7 @@ def init_state(
   """
   abstract = dataclasses.replace(abstract, teacher=None)
   if optimizer.on_host is not None and optimizer.on_host.computes and _in_layers(abstract):
-    # The host makes the moments; pinned memory holds only the lower halves for a moment.
+    # The host makes the moments in ordinary memory. Only lower halves pass through pinned memory.
     made = dataclasses.replace(without_kept(abstract), params=abstract.params)
     state = _made(init, optimizer, seed, made, params)
     return begun_on_host(state, abstract)
@@ -268,6 +270,9 @@ def make_train_step(
 ) -> Any:
   """The jitted step: (state, batch) -> (state, scalars, arrays). The given state is donated.
 
+  If the host computes the update (`OnHost.computes`), it is a `HostStep` instead, which is called
+  alike.
+
   Batch leaves are global arrays [A, B, ...] of A microbatches, B over the mesh's batch axes.
 
   Args:
@@ -275,7 +280,7 @@ def make_train_step(
     optimizer: from `make_optimizer`.
     abstract: from `abstract_state`.
     gradient_dtype: type in which gradients travel between devices.
-    flight: number of microbatches that run side by side (`accumulate`).
+    flight: number of microbatches that run side by side, if it divides A (`accumulate`).
     repeats: see `make_local_step`.
     compiler_options: XLA's, for this step only.
 
@@ -423,7 +428,15 @@ def _after(
 
 
 def _uncounted(new: TrainState, state: TrainState, over: Array) -> TrainState:
-  """The state after a step or, if `over`, its counters as before the step, which was not `good`."""
+  """The state `new` or, if `over`, the same with the counters, loss scale and `recent` of `state`.
+
+  If `over`, the step was not good, so all else in `new` is already as it was before.
+
+  Args:
+    new: the state after the step.
+    state: the state before it.
+    over: bool [], whether rows were left over.
+  """
   counters = ("step", "skipped", "skipped_in_row", "scale", "recent")
   keep = lambda n, o: jnp.where(over, o, n)
   kept = {name: jax.tree.map(keep, getattr(new, name), getattr(state, name)) for name in counters}

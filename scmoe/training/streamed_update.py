@@ -37,8 +37,9 @@ from scmoe.training.masters import is_halves
 PyTree = Any
 # A function (gradients of one layer, the layer's state, its number in its stack) -> its new state.
 UpdateLayer = Callable[[PyTree, PyTree, int], PyTree]
-# XLA lets two copies between the memories run at a time unless this option says more. A layer has
-# two for each of its parameters each way. Measured with four layers of OLMoE on one H200: a step of
+# XLA lets two copies between the memories run at a time unless this option says more. With Adam a
+# layer has two for each of its parameters each way, for both moments, and a third for a lower half.
+# Measured with four layers of OLMoE on one H200: a step of
 # 786 ms takes 604 ms (experiments/LOG.md, 2026-11-27).
 COMPILED: dict[str, Any] = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 # The update of one layer sees this mark in place of other layers' arrays. It is optax's mark of a
@@ -53,8 +54,8 @@ class OnHost:
   Attributes:
     ahead: number of layers whose moments are fetched while the layers before them are updated and
       stored; 0: each layer's moments are fetched when the layer before has been stored. If the host
-      computes the update, its gradients leave the device ahead instead.
-    kept: number of a stack's last layers whose moments and lower halves stay on the device; at
+      computes the update, the gradients of so many layers leave the device before their turn.
+    kept: number of each stack's last layers whose moments and lower halves stay on the device; at
       least the first layer's leave it.
     computes: whether the host computes the update (`scmoe.training.host_update`), so that moments
       and lower halves stay where they are.

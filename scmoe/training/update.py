@@ -24,8 +24,9 @@ class Left(NamedTuple):
   Attributes:
     near: `params`, `opt_state` and `average`, with `ABSENT` in place of all that the host keeps.
       Parameters are those that a device updates: its shares with `mesh.shard_state`.
-    grads: summed over devices, not clipped, divided like what is updated.
-    step: int32 [], number of the step.
+    grads: summed over devices, divided by the loss scale, not clipped. A device has those of the
+      parameters, or shares of parameters, that it updates.
+    step: int32 [], number of steps before this one.
     norm: float32 [], of all gradients.
     good: bool [], False if the step changes nothing.
   """
@@ -77,7 +78,10 @@ def updated(state: Any, grads: PyTree, optimizer: Optimizer, found: Found) -> di
 
 
 def rule_of(optimizer: Optimizer, step: Array, norm: Array, good: Array | None) -> UpdateLayer:
-  """The update of parameters, optimizer's state and average, of a layer or of all.
+  """A function that updates parameters, optimizer's state and average, of a layer or of all.
+
+  It takes the gradients, the old `PARTS` as a dictionary, and the layer's number in its stack (0 if
+  it gets all layers), and returns the new `PARTS`.
 
   Args:
     optimizer: see `make_optimizer`.

@@ -26,7 +26,7 @@ class Variant:
   or expert parameters travel between devices, so the search may choose them.
 
   Attributes:
-    transport: `dispatch.transport`: capacity or packed.
+    transport: `dispatch.transport`; a search chooses capacity or packed.
     schedule, order: `overlap.schedule` and `overlap.order`.
     adaptive_r: `dispatch.adaptive_r` (Tutel adaptive_r).
     chunks: `dispatch.chunks` (Tutel a2a_ffn_overlap_degree).

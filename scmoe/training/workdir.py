@@ -93,7 +93,7 @@ class RunLock:
 
     Raises:
       ConfigError: another process holds it.
-      StorageError: the file cannot be written; it is removed again.
+      StorageError: the file cannot be opened or written; one that cannot be written is removed.
     """
     try:
       self._take()

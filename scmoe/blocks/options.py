@@ -12,7 +12,7 @@ from scmoe.base.options import Options, option, section
 # (experiments/LOG.md). Programs that exchange rows contain all pairs twice, the second time for the
 # last microbatch, so their limit is lower.
 WRITTEN_OUT, WRITTEN_OUT_EXCHANGING = 32, 8
-# Pairs in a step of the scan over layers, in models that exchange rows and have more pairs.
+# Pairs in a step of the scan over layers, on GPUs that exchange rows, in models of more pairs.
 UNROLLED = 4
 
 

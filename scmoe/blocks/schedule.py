@@ -11,9 +11,9 @@ second attention, after its projections:
   attention 0 | route | dispatch | mlp 0 | attention 1: projections | experts | combine |
   attention 1: mixing | shared expert | add
 
-Where rows travel in chunks, the experts are one step per chunk, each with a slot of its own: the
-rows of the second arrive beside the experts of the first, and theirs leave beside the second's.
-(With `overlap.schedule=off` one step computes all chunks.)
+Where rows travel in chunks, the experts are one step per chunk, each with a slot of its own. The
+second chunk's rows arrive while the experts compute the first chunk, and the first chunk's results
+leave while they compute the second. (With `overlap.schedule=off` one step computes all chunks.)
 
 With barriers, and one batch at a time, each chunk's dispatch can be a step too. XLA runs one
 exchange at a time and places operations from the end of the program backward: it would give every
@@ -152,7 +152,7 @@ def make_schedule(
 
   Raises:
     ConfigError: `overlap.schedule` or `overlap.ablation.backward` names no step, or neither one
-      step nor one for each chunk; or `blocks` is below 1.
+      step nor one for each chunk; `wiring` or `blocks` is of another type; or `blocks` is below 1.
   """
   check_type("wiring", wiring, Wiring)
   check_type("blocks", blocks, int)

@@ -193,7 +193,8 @@ def timeline(times: Times, slot: str) -> list[Span]:
 def chunked_timeline(times: Times, slots: Sequence[str], overhead: float = 0.0) -> list[Span]:
   """The spans of the unit with the MoE's stream in as many chunks as there are slots.
 
-  The link takes all dispatches, then combines as they become ready.
+  The link takes all dispatches, then combines as they become ready. An operation that takes no time
+  has no span.
 
   Args:
     slots: of each chunk's experts, in order.

@@ -114,7 +114,7 @@ class Unit(nnx.Module):
     Args:
       tap: which value of the main path.
       h_BSD: the residual stream at the tap.
-      handed_BSD: the tap of the unit before, where `is_handed_over`.
+      handed_BSD: the value that `hand_over` of the unit before returned, where `is_handed_over`.
     """
     blocks = self.blocks
     if is_handed_over(tap, len(blocks)):

@@ -39,7 +39,8 @@ class Context:
     mask_BS: bool, True for tokens, False for padding; None: no padding.
     keys: random keys of the gates' noise and jitter, [units, gatings]; None outside training.
     bias_E: float32 balancing bias, added to scores for the choice of experts only; or None.
-    gate: index of the gate that chooses, where there are several; may be traced.
+    gate: index of the gate that chooses, where there are several, or an array [B] with the index of
+      each row's gate (`router.tasks`); may be traced.
     no_drop: experts have room for every token.
     experts: where the experts are.
     kept: experts that the device keeps between passes (`LayerExperts.kept`), or None.

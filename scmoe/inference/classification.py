@@ -51,7 +51,7 @@ def evaluate_images(
     over batches. None if it was stopped.
 
   Raises:
-    DataError: there are no validation images.
+    DataError: there are no validation images, or `max_batches` is 0.
   """
   sharding = batch_sharding(mesh)
   graph, params = nnx.split(model)

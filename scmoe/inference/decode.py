@@ -122,10 +122,10 @@ def stream(
     token, and empty once it has ended.
 
   Raises:
-    ConfigError: an argument is of another type, `prompts` is not a list of lists of integers, there
-      is no prompt or an empty one, an id is outside the vocabulary, `max_new_tokens` is below 1,
-      prompt and new tokens are longer than the model's context, or `offload` does not fit the
-      memory that the experts are in.
+    ConfigError: when the first tokens are asked for: an argument is of another type, `prompts` is
+      not a list of lists of integers, there is no prompt or an empty one, an id is outside the
+      vocabulary, `max_new_tokens` is below 1, prompt and new tokens are longer than the model's
+      context, or `offload` does not fit the memory that the experts are in.
   """
   check_type("model", model, GPT)
   check_type("sampling", sampling, Sampling)
@@ -243,7 +243,7 @@ def make_prefill(static: Static, room: int) -> Any:
 
   Args:
     static: see `Static`.
-    room: number of positions of the attention caches.
+    room: least number of positions of the attention caches (`GPT.init_caches`).
   """
   offload = static.offload
   experts = offload.prefill or OnDevice()
@@ -468,7 +468,10 @@ def _check_prompts(model: GPT, prompts: list[list[int]], max_new_tokens: int) ->
 
 
 def _are_lists_of_ids(prompts: Any) -> bool:
-  """Whether prompts are a list or tuple of lists, tuples or 1-D arrays of integers (not bools)."""
+  """Whether prompts are a list or tuple of lists, tuples or 1-D NumPy arrays of integers.
+
+  A bool is no integer here.
+  """
   is_list = lambda x: isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) == 1
   is_id = lambda x: isinstance(x, (int, np.integer)) and not isinstance(x, bool)
   return isinstance(prompts, (list, tuple)) and all(

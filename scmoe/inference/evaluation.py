@@ -57,7 +57,10 @@ def evaluate(
     without `drop` and `batches`. None if it was stopped.
 
   Raises:
-    DataError: there is no validation text, or none of its tokens has a weight.
+    DataError: there is no validation text, `max_batches` is 0, or no token that was read has a
+      weight.
+    ConfigError: rows are longer than the model's context, devices cannot divide them evenly
+      (`mesh.sequence`), or the model has tasks and the batches do not name them.
   """
   sizes_V = np.asarray(data.tokenizer.token_bytes(), np.int32)
   sharding = batch_sharding(mesh)
@@ -91,8 +94,8 @@ def evaluate(
 def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
   """The metrics of `evaluate` that go into a line of metrics.jsonl, by name.
 
-  They are loss, bits per byte, accuracy and drop of all text; if several domains were read, also
-  `bits_per_byte/NAME` of each.
+  They are loss, bits per byte, accuracy and drop of all text; if several domains have counted
+  tokens, also `bits_per_byte/NAME` of each.
   """
   flat = {name: figures[name] for name in ("loss", "bits_per_byte", "accuracy", "drop")}
   if len(figures["domains"]) > 1:
@@ -137,7 +140,11 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
 
 
 def _figures(sums: np.ndarray) -> dict[str, float] | None:
-  """Metrics by name from sums in the order of `COUNTED`; None if no token is counted."""
+  """Metrics by name from sums in the order of `COUNTED`; None if no token is counted.
+
+  The perplexity is finite: it is exp(700) for a loss above 700 nats. Bits per byte are infinite if
+  the tokens stand for no bytes.
+  """
   nats, tokens, size, correct = (float(v) for v in sums)
   if not tokens:
     return None

@@ -25,8 +25,8 @@ def gradient_norms(gradients: Mapping[str, Any], model: ModelConfig) -> dict[str
 
   Returns:
     part -> float64 [L], layers in order; NaN where a layer has no such part. "norms" are all norms
-    of blocks and units outside attention, and what weighs the shared expert. The experts and the
-    gate of a pair count as parts of its last layer.
+    of blocks and units outside attention, and the weights of `model.mix`. The experts and the gate
+    of a pair count as parts of its last layer.
   """
   whole = model.architecture == "swin"
   trunks = list(stages_of(model)) if whole or model.reads_images else [model]

@@ -1,8 +1,8 @@
 """Runs a model pair by pair; records each gating's routing and the values on the main path.
 
-The model's own modules run on one device. `Listener`s stand in for the MoE and the norms of each
-pair, and note what these read or return; `walk` collects it in a `Heard`. `Layout` names the
-gatings and the values in the same order.
+The model's own modules run on one device. `Listener`s stand in for each pair's MoE and for the
+norms of its blocks, and note what these read or return; `walk` collects it in a `Heard`. `Layout`
+names the gatings and the values in the same order.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Layout:
   Attributes:
     gatings, points: see `scmoe.inference.probe.Probe`.
     second: for each gating, whether an earlier gating of the same layer uses the same experts.
-    shortcut: for each gating, whether its gate reads an earlier value than the MLP or shared expert
-      of its block; never in `farskip`, where both read the same.
+    shortcut: for each gating, whether its gate reads an earlier value than the current
+      representation; False in `farskip` too, where the shared expert reads the gate's value.
   """
 
   def __init__(self, trunks: Sequence[Trunk]):
@@ -102,7 +102,8 @@ class Heard:
 
   Attributes:
     routings: the `Routing` of each gating.
-    current: for each gating, the `Routing` of the same gate on the current representation.
+    current: for each gating, the `Routing` of the same gate on the current representation, without
+      an expert to avoid (`MoECall.avoid_T`).
     read: for each gating, the current representation [B, S, D], of which only the shape is used: a
       later stage of a Swin has a smaller S.
     values: the values on the main path, [B, S, D] each; `scmoe.inference.probe.Probe.points` names

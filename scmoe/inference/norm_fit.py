@@ -55,8 +55,11 @@ def fit_norms(source: GPT, model: GPT, batches: Iterable[Batch], router: Any = N
   Args:
     source: the model whose experts `model` has, in the same layers, without dense layers.
     model: the new model, whose units have an `own_norm`.
-    batches: rows of text; padding does not count. There must be some.
+    batches: rows of text; padding does not count.
     router: router state of the source.
+
+  Raises:
+    AssertionError: there is no batch, or a pair of `model` has no `own_norm`.
   """
   sums_of = nnx.jit(_sums)
   total: Any = None
@@ -131,7 +134,10 @@ def _sums(source: GPT, model: GPT, router: Any, batch: Batch) -> dict[str, Array
 
 
 def _pair(trunk: GPT, i: int) -> BlockPair:
-  """Pair i of a trunk, with its slices of the stacked parameters."""
+  """Pair i of a trunk, with its slices of the stacked parameters.
+
+  The model's first pair has the wiring of `BlockPair.as_first` if the model `opens_apart`.
+  """
   graph, params = nnx.split(trunk.stages)
   pair: BlockPair = nnx.merge(graph, jax.tree.map(lambda x: x[i], params))
   return pair.as_first() if trunk.config.opens_apart and i == 0 else pair

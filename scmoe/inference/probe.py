@@ -35,8 +35,8 @@ class Probe:
 
   A gating is one use of a gate; the model has G gatings. A pair is the blocks around one MoE; P
   pairs have experts. Gatings and pairs are in the order in which tokens meet them. E counts zero
-  experts too. Only tokens that count (`Begun.mask_BS`) do so here; their shares and means are over
-  the tokens of all batches at once.
+  experts too. Only tokens that count (`Begun.mask_BS`) do so here. Unless an attribute says
+  otherwise, shares and means are over the tokens of all batches at once.
 
   Attributes:
     gatings: name of each gating, e.g. "layer 1" or "layer 1, preceding".
@@ -50,7 +50,8 @@ class Probe:
     entropy_G: mean entropy of a token's probabilities, divided by ln E.
     confidence_G: mean of a token's largest probability.
     repeated_G: share of tokens whose best expert, by logit, is the one that the layer's earlier
-      gating chose; DGMoE then takes the second best. NaN for a layer's first gating.
+      gating chose; with the wirings that forbid this (`Wiring.distinct`) such a token gets its
+      second-best expert. NaN for a layer's first gating.
     as_current_G: share of tokens whose best expert, by logit, stays the same if the gate reads the
       current representation instead of the shortcut; NaN for gatings that read the current
       representation, and for `farskip`, whose shared expert reads the same value as the gate.

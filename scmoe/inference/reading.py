@@ -80,7 +80,11 @@ class ReadText:
     return [model]
 
   def begin(self, model: GPT, batch: Batch) -> Begun:
-    """Embeds tokens; padding (segment 0) does not count. A batch without domains has domain 0."""
+    """Embeds tokens; padding (segment 0) does not count. A batch without domains has domain 0.
+
+    Raises:
+      ConfigError: the model has a gate for each task, and the batch has no domains.
+    """
     rows = batch.inputs.shape[0]
     return Begun(
       model.embedded(batch.inputs, batch.positions),

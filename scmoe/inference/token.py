@@ -17,9 +17,11 @@ sum over its rows, and the kernel that reads the product adds the blocks' sums. 
 and experts are those of the plain pair. If no kernel supports a shape, the plain class computes, so
 on a CPU the results are bitwise those of the plain model (`tests/inference/test_token.py`).
 
-    D  width                   H  heads of queries               T  positions of a cache
-    E  experts                 K  heads of keys and values       P  partial sums of a product
-    N  width of a head         M  outputs of all input projections, (H + 2 K) N
+    B  rows: 1                 H  heads of queries               N  width of a head
+    S  tokens of a row: 1      K  heads of keys and values       P  partial sums of a product
+    D  width                   E  experts
+    M  outputs of all input projections, (H + 2 K) N
+    T  positions of a cache; in `x_TD` tokens: 1
 """
 
 from __future__ import annotations

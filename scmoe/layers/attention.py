@@ -32,8 +32,8 @@ class KeyValues:
   """The cache of one attention layer: keys and values in the order of their positions.
 
   Attributes:
-    k_BSHN, v_BSHN: S is the number of positions for which the cache has room. A token at position p
-      never reads those past p.
+    k_BSHN, v_BSHN: S is the number of positions for which the cache has room, H the number of heads
+      of keys and values. A token at position p never reads the positions past p.
     table: the rows' pages, if the cache is a pool of pages (`scmoe.layers.pages`); B and S are then
       the numbers of pages and of tokens of a page. None: each row has its own cache.
   """
@@ -314,7 +314,7 @@ class Attention(nnx.Module):
       projected: what `project` returned.
       positions_BS: int32 position of each token; with a cache also where its key and value go.
       segments_BS: int32 document of each token; attention stays inside a document. None: it
-        spans the whole row.
+        spans the whole row. With a cache it is read only with `begins`.
       cache: keys and values of earlier positions, to which the new ones are added.
       begins: the cache is empty and the tokens are the first of their rows. They attend to each
         other by the same kernels as without a cache. Not for pools of pages.

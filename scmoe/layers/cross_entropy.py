@@ -107,9 +107,9 @@ def summed_losses(
 
   The first has gradients for `weight` and for `h_TD`; that of `h_TD` comes from this tensor rank's
   part of the vocabulary alone, so pass `h_TD` through `scmoe.parallel.collectives.repeat` before.
-  The gradient of the first is the same number on all data ranks that divide the vocabulary. The
-  second has none. Gradients of the scores are rounded to the type of `h_TD`; their products are
-  added up in float32.
+  The factor by which the backward pass multiplies these gradients must be the same on all data
+  ranks that divide the vocabulary. The second sum has no gradient. Gradients of the scores are
+  rounded to the type of `h_TD`; their products are added up in float32.
 
   Args:
     h_TD, weight, targets_T, by_token, axes: as in `token_losses`.

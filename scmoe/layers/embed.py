@@ -170,7 +170,7 @@ class Embedding(nnx.Module):
     share: float,
     temperature: float,
   ) -> tuple[Array, Array, Array, Array]:
-    """A student's loss: `scmoe.layers.cross_entropy.taught_losses`.
+    """A student's loss, and three sums for metrics; see `scmoe.layers.cross_entropy.taught_losses`.
 
     Args:
       h_BSD: last hidden states.

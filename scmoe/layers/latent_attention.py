@@ -62,7 +62,8 @@ class LatentAttentionConfig(Options):
     scale_q, scale_kv: whether a latent is multiplied by √(D / its width) (LongCat-Flash
       mla_scale_q_lora, mla_scale_kv_lora).
     norm_eps: epsilon of the latents' norms.
-    bias: whether both projections from x and the output projection have biases.
+    bias: whether the projections from x to latents and the output projection have biases. Queries
+      that are projected from x directly have none.
     init_std, out_std: see `AttentionConfig`.
   """
 
@@ -164,9 +165,9 @@ class LatentAttention(nnx.Module):
   ) -> tuple[Float[Array, "B S D"], Latents | None]:
     """Scores, softmax, values and output projection; arguments and results as for `Attention.mix`.
 
-    One token per row attends to the cached latents themselves (absorbed). With several tokens per
-    row every head's keys and values are computed (expanded): this costs less than scores of the
-    latents' width.
+    With a cache, one token per row attends to the cached latents themselves (absorbed). With
+    several tokens per row, without a cache, or with `begins`, every head's keys and values are
+    computed (expanded): for many tokens this costs less than scores of the latents' width.
     """
     q_BSHN, c_BSR, k_BSN = projected
     dtype = q_BSHN.dtype

@@ -34,7 +34,11 @@ from scmoe.parallel.mesh import AXES, axis_size
 
 
 def is_gated(activation: str) -> bool:
-  """Whether this activation needs two matrices in the first layer: for the gate and for up."""
+  """Whether this activation needs two matrices in the first layer: for the gate and for up.
+
+  Raises:
+    ValueError: the activation is unknown.
+  """
   return get_activation(activation).gated
 
 
@@ -45,7 +49,7 @@ def activate(activation: str, up: Array, gate: Array | None = None) -> Array:
   pass computes it again from up and gate.
 
   Raises:
-    ValueError: a gated activation without a gate.
+    ValueError: the activation is unknown, or is gated and gets no gate.
   """
   kind = get_activation(activation)
   if not kind.gated:

@@ -76,7 +76,7 @@ Table = PageTable | PageTables | None
 
 
 def by_group(function: Callable[..., Array], table: Table, *new_BS: Array) -> Array:
-  """function(table, *new_BS); with `PageTables` the function of each group, [1, N, ...] together.
+  """function(table, *new_BS); with `PageTables` the results for each group, joined to [1, N, ...].
 
   Args:
     function: (table, arrays [B, S, ...]) -> an array [B, S, ...].
@@ -155,7 +155,8 @@ def attend_over(
 
   With `IN_PLACE`, a table and one token per row our kernel reads the pages where they lie, and only
   up to the row's token, if it takes the arrays and there are no sinks, no chunks and no `full`.
-  Otherwise, and for every gradient, `read` first copies all P pages of every row.
+  Otherwise, and for every gradient, it attends to what `read` returns: with a table a copy of all P
+  pages of every row.
 
   Args:
     q_BSHN: queries of the new tokens.

@@ -53,11 +53,12 @@ class Travels(NamedTuple):
 
 
 def rows_travel(*, tokens: int, vocab: int, ranks: int, itemsize: int, tied: bool) -> Travels:
-  """Whether rows are fewer bytes than the table, of those that leave a rank in a microbatch.
+  """Whether rows travel: they do if they are no more bytes than the table, in one microbatch.
 
-  Forward and backward pass count, as multiples of D · (N - 1) / N for a width D and N ranks. With
-  V = 50,304, N = 2 and bfloat16, a table costs 301,824, and the head of 16,384 tokens a rank
-  131,072. Token ids and sums of the softmax, a few bytes a token, are left out.
+  The bytes that leave a rank in the forward and the backward pass count, as multiples of
+  D · (N - 1) / N for a width D and N ranks. With V = 50,304, N = 2 and bfloat16, a table costs
+  301,824, and the hidden states of 16,384 tokens a rank for the head 131,072. Token ids and sums of
+  the softmax, a few bytes a token, are left out.
 
   Args:
     tokens: of a rank in a microbatch.

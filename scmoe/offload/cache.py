@@ -66,10 +66,10 @@ class ExpertCache:
     params: parameters [C, ...] of the experts.
     expert_C: int32, the expert in each place; -1 for an empty place.
     worth_e: float32, the worth of every expert.
-    requested_Ne: bool, the experts that the last token requested. Here N is the number of calls of
-      the layer for each token: it has one row for each of these calls.
-    calls, requests, misses: int32 [1], numbers of calls of the layer, of requested experts, and of
-      those that had to be copied.
+    requested_Ne: bool, the experts that the last step of decoding requested. Here N is the number
+      of calls of the layer in a step: it has one row for each of these calls.
+    calls, requests, misses: int32 [1], numbers of calls of the layer that have read the cache, of
+      the experts that they requested, and of those that had to be copied.
   """
 
   params: Any
@@ -138,7 +138,11 @@ def look_up(cache: ExpertCache, needed_e: Array, most: int, policy: CachePolicy)
 
 
 def _replaced_first(held_C: Array, worth_e: Array, needed_e: Array) -> Array:
-  """All places in the order in which they are replaced: empty, by worth, requested."""
+  """All places in the order in which they are replaced.
+
+  Empty places come first, then the others by rising worth of their expert; those whose expert this
+  call requests are last.
+  """
   worth_C = jnp.append(worth_e, -jnp.inf)[held_C]
   worth_C = jnp.where(jnp.append(needed_e, False)[held_C], jnp.inf, worth_C)
   return jnp.argsort(worth_C).astype(jnp.int32)
@@ -191,7 +195,7 @@ def empty_cache(params: Any, size: int, calls: int = 1) -> ExpertCache:
   Args:
     params: parameters of the layer's experts, in the device's or the host's memory.
     size: C; a larger size than the number of experts is reduced to it.
-    calls: number of calls of the layer for each token.
+    calls: number of calls of the layer in a step of decoding.
   """
   e = jax.tree.leaves(params)[0].shape[0]
   size, none = min(size, e), jnp.zeros((1,), jnp.int32)

@@ -1,14 +1,15 @@
 """Copies experts from the host's memory to the device when tokens have chosen them.
 
-`Migration` copies exactly the experts that a gate has chosen; it predicts nothing. In mode `early`
-the copy starts right after the gate. ScMoE's gate runs a block before its experts compute (paper
-A.3, early determinate migration), so the device computes that block during the copy. In mode
+`Migration` predicts nothing: in modes `early` and `blocking` it copies the experts that a gate has
+chosen, or all experts of the layer if a call has so many tokens that it may choose all. In mode
+`early` the copy starts right after the gate. ScMoE's gate runs a block before its experts compute
+(paper A.3, early determinate migration), so the device computes that block during the copy. In mode
 `blocking` the copy starts when the experts are about to compute. Mode `ring` copies all experts of
 a layer before the layer begins.
 
 The device computes which experts to copy, and `scmoe.offload.fetch` reads them from pinned memory
-on a stream of its own. Where that kernel does not run, XLA copies slices. If a call needs all
-experts of a layer, a copy engine copies them. So a generation runs without the host, except for
+on a stream of its own. Where that kernel does not run, XLA copies slices. A copy engine copies all
+experts of a layer, where a call copies all. So a generation runs without the host, except for
 experts on disk (`OnDisk`).
 
     e  experts of this device     C  places on the device     N  experts that a call can request
@@ -95,8 +96,9 @@ class ParamsInOrder:
 
   Attributes:
     params: the parameters of every pair.
-    ordered: whether a pair waits until the one before has filled its cache. Without this order the
-      experts of all layers would stay on the device until the end of a prefill.
+    ordered: whether a pair waits until the one before has computed all its results, its filled
+      cache among them. Without this order the experts of all layers would stay on the device until
+      the end of a prefill.
   """
 
   params: Sequence[Any]
@@ -146,7 +148,7 @@ class ExpertsInRing:
 
 
 class ExpertsOnRequest:
-  """`LayerExperts` that are copied when a gate has chosen them.
+  """`LayerExperts` that are copied after a gate has chosen them: at once, or before they compute.
 
   Args:
     experts: the layer's module, whose parameters are in the host's memory.
@@ -160,7 +162,10 @@ class ExpertsOnRequest:
     self._fetched: dict[int, FetchedExperts] = {}
 
   def chosen(self, gating: int, routing: Routing, main: Any) -> Any:
-    """See `LayerExperts`: requests the experts, and in mode early starts their copy."""
+    """See `LayerExperts`: requests the experts, and may start their copy.
+
+    It starts the copy in mode early and, in every mode, on an expert axis of several devices.
+    """
     request = request_experts(self._experts, routing, self._how.cache_policy, self.kept)
     self._requests[gating] = request
     # Drops the experts that an earlier unit with the same parameters requested.
@@ -230,7 +235,7 @@ class ExpertRequest:
       known at compile time.
     place_e, count: see `FetchedExperts`; they hold after the copies.
     cache: the layer's cache after the call, except that its parameters are those before the
-      copies; None: no cache.
+      copies; None: the call uses no cache.
   """
 
   experts: Experts
@@ -365,7 +370,7 @@ def _needed(routing: Routing, ranks: int) -> Array:
 
 
 def _kernel_takes(params: Any) -> bool:
-  """Whether `fetch` supports every parameter that is in the host's memory."""
+  """Whether no parameter is on disk, and `fetch` supports all that are in the host's memory."""
   if any(map(is_on_disk, jax.tree.leaves(params, is_leaf=is_on_disk))):
     return False
   return has_kernel([x for x in jax.tree.leaves(params) if is_on_host(x)])

@@ -36,7 +36,10 @@ _STREAM = "gpu_stream:1"  # not stream 0, on which the other kernels run
 
 
 def has_kernel(stacks: Sequence[Array]) -> bool:
-  """Whether `fetch` supports these arrays: [E, M, N] on a Hopper GPU, which `_piece` can divide."""
+  """Whether `fetch` runs here, on a Hopper GPU, and supports these arrays.
+
+  It supports arrays [E, M, N] whose matrices `_piece` can divide.
+  """
   return has_kernels(jax.devices()[0]) and all(x.ndim == 3 and _piece(x)[0] for x in stacks)
 
 

@@ -22,7 +22,7 @@ class Ring:
   """`LayerParams` (`scmoe.moe.experts`) that keep the experts of K layers on the device.
 
   Args:
-    params: the parameters of every layer; leaves in the host's memory are copied.
+    params: the parameters of every layer; those in the host's memory or on disk are copied.
     sections: K. With 1, a layer's copy starts when the layer before it has computed, so that no
       computation hides it.
   """
@@ -37,14 +37,15 @@ class Ring:
     return self._params[pair]
 
   def advance(self, pair: int, after: Any) -> Any:
-    """Releases a layer's experts and starts the next copy.
+    """Releases a layer's experts and starts the next copy, if a layer is left to copy.
 
     Args:
       pair: the layer that has computed.
       after: its results.
 
     Returns:
-      `after` behind a barrier; the next layer must read this value, so that XLA keeps the order.
+      `after`, behind a barrier if a copy starts. The next layer must read this value, so that XLA
+      keeps the order.
     """
     following = pair + self._sections
     self._params[pair] = None

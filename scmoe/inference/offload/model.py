@@ -37,8 +37,8 @@ class Offload:
   """How a model's experts reach the device.
 
   Attributes:
-    prefill, decode: when experts are copied in each phase; None: they are always on the device. One
-      is None only if the other is.
+    prefill, decode: when experts are copied in each phase; None: they are always on the device.
+      Both must be None, or neither; only `named` checks this.
     cache_size: number of experts of every pair that a device keeps between decoded tokens; 0: none.
 
   Raises:
@@ -65,7 +65,9 @@ class Offload:
       options: further fields of both `Migration`s.
 
     Raises:
-      ConfigError: a name is unknown, or only one of them is none.
+      ConfigError: a name is unknown, only one of them is none, or an option of a `Migration` has a
+        value that it refuses.
+      TypeError: an option is no field of `Migration`, or is `mode`.
     """
     for name in (prefill, decode):
       if name not in WAYS:
@@ -124,6 +126,10 @@ def _experts_of_pairs(model: GPT) -> list[Any]:
 @dataclasses.dataclass
 class Usage:
   """A record of decoding's requests to the caches of experts; `stream` fills it.
+
+  The shapes below are those on one device. On several, the last dimension of `held` has the C
+  places of every device that holds experts (`scmoe.offload.cache.HOLDERS`), one after the other;
+  that of `worth` and `traces` has E columns for each position on the data axis.
 
   Attributes:
     requests, misses: numbers of requested experts, and of those that had to be copied, summed over

@@ -45,7 +45,7 @@ class OffloadRequest:
     offload: none, blocking, early or ring for both phases; two of these words as PREFILL,DECODE; or
       auto: the planner chooses.
     gpu_memory: bytes of one device that may be used; 0: all.
-    host_memory: bytes of pinned memory that may be used for all devices together; 0: all.
+    host_memory: bytes of pinned memory that may be used for all devices together; 0: no limit.
     expert_cache: number of experts of every layer that a device keeps; -1: with auto the planner
       chooses, otherwise none.
     cache_policy, ring_sections: see `policy` and `sections` of `Migration`; with auto the planner
@@ -66,8 +66,8 @@ class OffloadRequest:
     """The `Offload` of this request; the field `offload` must name modes, not auto.
 
     Raises:
-      ConfigError: the field names an unknown mode, one phase is none and the other is not, or both
-        are none and `expert_cache` is larger than 0.
+      ConfigError: the field names an unknown mode, one phase is none and the other is not, both are
+        none and `expert_cache` is larger than 0, or neither is and `cache_policy` is unknown.
     """
     prefill, _, decode = (part.strip() for part in self.offload.partition(","))
     options = {"policy": self.cache_policy, "sections": self.ring_sections}
@@ -129,7 +129,7 @@ def chosen(
 
   Raises:
     ConfigError: the request does not fit the devices' or the host's memory; or see `plan` and
-      `Offload.named`.
+      `OffloadRequest.named`.
   """
   needed = needs(model, shapes, load, int8=request.int8_experts)
   limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)

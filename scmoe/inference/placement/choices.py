@@ -19,10 +19,11 @@ class Choices(NamedTuple):
   """The experts that tokens have chosen, in N batches of T tokens and G gatings.
 
   Attributes:
-    expert_NGTK: int32, the experts of each token, best first; -1 for a choice that is not made
-      (padding) and for one of a zero expert, neither of which sends a row to an expert.
-    layer_G: index of the MoE layer of each gating, counted among MoE layers from 0, ascending.
-      DGMoE has two gatings in a layer.
+    expert_NGTK: int32, the experts of each token, best first; -1 for a choice of a token that is
+      padding, and for a choice of a zero expert. Neither sends a row to an expert.
+    layer_G: index of the MoE layer of each gating, counted among MoE layers from 0, ascending. Two
+      gatings share a layer with the wiring `dgmoe`, and four with `dgmoe_share`, whose two units
+      have one MoE.
     num_experts: E, experts that compute in each layer.
   """
 
@@ -40,7 +41,7 @@ class Choices(NamedTuple):
     return self._replace(expert_NGTK=self.expert_NGTK[which])
 
   def chosen(self, gating: int) -> Int[np.ndarray, "N T E"]:
-    """int8, 1 where a token has chosen an expert in this gating, else 0."""
+    """int8 [N, T, E], 1 where a token has chosen an expert in this gating, else 0."""
     expert_NTK = self.expert_NGTK[:, gating]
     shape = (*expert_NTK.shape[:2], self.num_experts + 1)
     found = np.zeros(shape, np.int8)  # column 0 takes the choices that are -1

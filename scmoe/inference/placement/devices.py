@@ -46,8 +46,9 @@ def place(
     seed: of the random placements from which swaps begin.
 
   Raises:
-    ConfigError: the objective is unknown, W does not divide E, groups do not lie on whole devices,
-      the choices have one expert per token (`together`) or one layer (`affinity`).
+    ConfigError: the objective is unknown, W is below 2 or does not divide E, neither of W and
+      `groups` divides the other, or the choices have one expert per token (`together`) or one layer
+      (`affinity`).
   """
   num_experts, layers = choices.num_experts, choices.layers
   if objective not in OBJECTIVES:
@@ -77,7 +78,7 @@ def check_devices(num_experts: int, devices: int, groups: int = 1) -> None:
     groups: see `place`.
 
   Raises:
-    ConfigError: they cannot.
+    ConfigError: they cannot, or W is below 2.
   """
   if devices < 2 or num_experts % devices:
     raise ConfigError(
@@ -235,7 +236,7 @@ def gain(pairs_EE: np.ndarray, alone_EW: np.ndarray, device_E: np.ndarray) -> fl
 
 
 def _climbed(pairs_EE: np.ndarray, alone_EW: np.ndarray, start_E: np.ndarray) -> np.ndarray:
-  """Swaps the two things that gain most, until no swap gains anything."""
+  """Swaps the two things that gain most, until no swap gains more than a rounding error."""
   device_E, every = start_E.copy(), np.arange(len(start_E))
   devices = alone_EW.shape[1]
   least = 1e-9 * (np.abs(pairs_EE).max(initial=0) + np.abs(alone_EW).max(initial=0))

@@ -19,8 +19,8 @@ class Rows(NamedTuple):
   exchange rows as `dispatch.transport=dropless` does in one dispatch. A combine sends as many back.
 
   Attributes:
-    away: share of the choices whose expert lies on another device than the token. Each is a row
-      with content that travels.
+    away: of the choices that need a row (`Choices`), the share whose expert lies on another device
+      than the token. Each of these is a row with content that travels.
     sent: mean number of rows that a device sends to others, filled or not: the first round's and
       the overflow rounds'. Times the model's width and the size of a number, these are bytes on the
       wire.

@@ -7,8 +7,8 @@ attention caches are a pool of pages (`scmoe.layers.pages`), which both update i
 mesh, every index on the axes of tokens (`TOKEN_AXES`) is a *part* with its own slots and its own
 pool; the numbers in a page table count the pages of the row's own part.
 
-    B  slots of a part      R  rows of a piece of a part      C  tokens of a row of a piece
-    P  pages of a table
+    B  slots of a part      R  rows of a part for pieces of prompts      C  tokens of such a row
+    P  pages of a row's table
 """
 
 from __future__ import annotations

@@ -109,8 +109,9 @@ class Server:
     statistics: counts and times so far (`Statistics`).
 
   Raises:
-    ConfigError: an argument is out of range; the pages do not hold one text of the model's context;
-      or the model chooses experts by a token's place in the batch (`router.compat.uniform`).
+    ConfigError: an argument is of another type or out of range; the pages do not hold one text of
+      the model's context; the model chooses experts by a token's place in the batch
+      (`router.compat.uniform`); or `offload` does not fit the memory that the experts are in.
   """
 
   def __init__(
@@ -343,7 +344,7 @@ class Server:
     return Step(position, active, self._table(shape, slots, positions))
 
   def _next_pieces(self) -> tuple[int, _Pieces]:
-    """The pieces of prompts that this turn reads, and the number of rows for them on each part.
+    """The number of rows for pieces of prompts on each part, and the pieces that this turn reads.
 
     The pieces of a turn have one width, the room that each has for tokens, and a prompt can have
     several. It is the width at which the program reads the most tokens; if this is true of several,
@@ -362,6 +363,8 @@ class Server:
 
   def _piece(self, pieces: _Pieces, rows: int, positions: int) -> tuple[Piece, Rows]:
     """The input of a program that reads these pieces, and the rows whose prompts end with it.
+
+    It counts the pieces' tokens as read (`Job.read`).
 
     Args:
       pieces, rows: from `_next_pieces`.
@@ -422,7 +425,7 @@ class Server:
     return table
 
   def _take_results(self, results: _Results) -> None:
-    """Waits for the results of a turn, and ends the requests that are complete."""
+    """Waits for a turn's results, hands them to their requests, and ends the complete ones."""
     if results.logprob_RC is not None:
       logprob_RC = np.asarray(results.logprob_RC)
       for row, job, start, count in results.pieces:

@@ -98,7 +98,7 @@ class Launch(NamedTuple):
       mesh fits even one process.
     start: (plan, number of this process in the turn) -> the running command.
     trains: pid of the first member's command -> True once it has done a step.
-    progress: returns the step of the newest checkpoint.
+    progress: returns the step of the newest checkpoint, 0 if there is none.
     release: removes the run's lock file, whose owner has ended or was given up.
     held: returns True while the process that the run's lock file names may live.
     count: begins to count this host's devices; what it returns gives their number once they are
@@ -428,6 +428,9 @@ def supervise(member: Supervisor) -> int:
 
   SIGTERM and SIGHUP (unless nohup ignores it) make this member save, with all others, and leave;
   the others go on without it, unless they were told to stop as well.
+
+  Raises:
+    ConfigError: as `Supervisor.tick`.
   """
 
   def ask(number: int, frame: Any) -> None:

@@ -57,7 +57,7 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
 # On a CPU, XLA writes the mixed words to memory before it adds them: twice the size of a bfloat16
 # array. That takes ten times as long as a loop over blocks that stay in registers, so large arrays
 # are read in such blocks. So are arrays in the host's memory (`scmoe.training.host_arrays`) of any
-# size, except scalars.
+# size, except scalars. Both hold for the types of `_EXPONENTS` and `_INTEGERS` only.
 
 # The least number of elements of an array on a CPU that is read in blocks.
 _WALKED = 2**20

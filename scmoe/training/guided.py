@@ -125,12 +125,16 @@ class GuidedStep:
   def history(self) -> dict[str, Any]:
     """The figures that decide which program runs the next step, for a checkpoint; here none.
 
-    The programs round differently, so a resumed run needs it to have an unbroken run's bits.
+    The programs round differently. A resumed run needs these figures to choose as an uninterrupted
+    one would, and so to get the same bits.
     """
     return {}
 
   def go_on(self, history: Mapping[str, Any]) -> None:
-    """Takes over the `history` that a mapping, such as a checkpoint's meta, has among its items."""
+    """Takes over the `history` that a mapping, such as a checkpoint's meta, has among its items.
+
+    Here there is none, so it does nothing.
+    """
     del history
 
   def begin(self, *args: Any) -> Any:

@@ -293,9 +293,10 @@ class _Parts:
     stacks: for each array the name of its stack, or "".
     counts: for each array the number of its layers; 1 beside the stacks.
     leaves: the arrays of the abstract state.
-    near: places of arrays in the device's memory that belong to one layer.
+    near: places of the parameters (or their upper halves) and averages in the device's memory.
     away: places of arrays that the host keeps.
-    shared: places of the optimizer's counters: every layer reads the old ones.
+    shared: places of the optimizer's counters, which belong to no layer: every one reads the old
+      ones.
     groups: this process's devices, in groups that hold the same shards of the arrays in `away`.
   """
 

@@ -56,6 +56,9 @@ class Journal:
 
     Args:
       step: optimizer steps that the run has done.
+
+    Raises:
+      StoredError, StorageError: as `Metrics`, on process 0.
     """
     if is_first():
       self._metrics = Metrics(

@@ -2,7 +2,8 @@
 
 They lie in ordinary memory, as arrays of jax's CPU, which an update there changes in place. Devices
 that hold the same shard of every array share one copy: on eight data ranks with `mesh.shard_state`
-none the host keeps each moment once, and eight times if the ranks partition the embedding.
+none the host keeps each moment once. If the ranks partition the embedding, no two of them hold the
+same shards, and the host keeps each moment of all other parameters eight times.
 """
 
 from __future__ import annotations

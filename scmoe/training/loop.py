@@ -89,7 +89,7 @@ class Trainer:
     Raises:
       ConfigError: a setting is unusable or differs from the checkpoint's, or another process uses
         the workdir.
-      DataError: the data ended, or are not those of the checkpoint.
+      DataError: the data ended, are not those of the checkpoint, or metrics.jsonl is unreadable.
       CheckpointError: there are checkpoints but all are damaged, a later version of scmoe wrote
         one, or the position in the data that it stores cannot be used.
       StorageError: the workdir cannot be written, or too many saves in a row failed.

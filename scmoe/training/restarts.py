@@ -43,7 +43,7 @@ def supervise(
   Args:
     command: program and arguments.
     restarts: most restarts in a row without a later checkpoint.
-    progress: returns the step of the newest checkpoint.
+    progress: returns the step of the newest checkpoint, 0 if there is none.
     wait: sleeps for the seconds that it is given.
   """
   child: subprocess.Popen[bytes] | None = None

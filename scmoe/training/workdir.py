@@ -33,7 +33,7 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
   """Creates the directory of a run and checks that it can be written; returns it absolute.
 
   Raises:
-    ConfigError: a file is in the way, or the name cannot be one.
+    ConfigError: a file is in the way, or `path` is no usable path.
     StorageError: it cannot be created or written; nothing that was created stays.
   """
   text = os.fspath(path)
@@ -120,6 +120,7 @@ class RunLock:
     Raises:
       ConfigError: another process holds a lock.
       StorageError: the file cannot be opened for writing.
+      OSError: the directory cannot be opened.
     """
     # If somebody deletes the lock file of a running process, the lock on the directory still holds.
     if self._path.name == LOCK:

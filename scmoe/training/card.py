@@ -1,7 +1,7 @@
 """WORKDIR/card.json: what is needed to repeat a run.
 
-It has the commit, versions, host, devices, command, configuration, fingerprint of the data and all
-starts.
+It has the commit, versions, host, devices, environment variables of jax, command, configuration,
+fingerprint of the data, and all starts.
 """
 
 from __future__ import annotations

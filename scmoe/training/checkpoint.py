@@ -66,7 +66,8 @@ class Checkpointer:
 
   Args:
     workdir: folder of the run; steps are directories of WORKDIR/checkpoints.
-    cfg: says how many steps to keep, and what to do when writing fails.
+    cfg: says how many steps to keep, whether training goes on while one is written, and how many
+      failures in a row end the run.
 
   With several processes all of them make every call.
 
@@ -173,7 +174,8 @@ class Checkpointer:
     Args:
       step: optimizer steps done.
       arrays: those of the state; the names of weights begin with `params.`.
-      pieces: gives all pieces of the arrays, in any order; several threads call it at once.
+      pieces: functions that make one or several pieces each, and together all pieces of the
+        arrays, in any order; several threads call them at once.
       data_state, meta: as for `save`.
       ready: called when all arrays are written and finite, before the step's description is
         written and the step appears.

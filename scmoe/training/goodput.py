@@ -2,8 +2,9 @@
 
 Everything else counts as lost: starting, compiling, saving, evaluating, steps that were done again
 after the run died, and time in which it did not run. metrics.jsonl has all that this needs: a line
-of kind `start` for each start of the run, and the seconds per step of each logged step. Lines of
-steps that are done again are removed when the run resumes, so these steps count once.
+of kind `start` for each start of the run, and in each line of kind `train` the mean seconds per
+step since the line before. Lines of steps that are done again are removed when the run resumes, so
+these steps count once.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ class Plan(NamedTuple):
     tokens: theirs. A member that was started again since then has another one: it takes no part.
     coordinator: host:port of that process.
     data, expert: sizes of these axes of the mesh.
-    words: for people: the mesh, and why it is not the one of all processes.
+    words: for people: the mesh, the number of its processes and of all, and, if a larger mesh was
+      tried, why that does not fit.
   """
 
   turn: int = 0

@@ -125,7 +125,7 @@ class _Handler(ocp.type_handlers.ArrayHandler):
         local_shape=array.piece,
         dtype=array.dtype,
       )
-      typed = ts.Spec(spec | {"dtype": array.dtype.name})  # Orbax 0.12.4's spec lacks the dtype
+      typed = ts.Spec(spec | {"dtype": array.dtype.name})  # Orbax 0.12.4's lacks the dtype
       opened = ts.open(typed, create=True, open=True, context=context)
       stores[array.name] = await opened
     self.found = _write({array.name: array for array in values}, stores, self._pieces)

@@ -244,8 +244,8 @@ class Search:
   def _plan(self) -> Iterator[tuple[Variant, bool]]:
     """Yields (variant, whether its time counts) for each call, decided after the call before it.
 
-    Compiles and profiles each candidate, then measures them in turns, so that drift of the
-    machine's speed affects all alike.
+    Compiles and profiles each candidate for which time and steps are left, then measures them in
+    turns if there are several, so that drift of the machine's speed affects all alike.
     """
     self._began = self._clock()
     if self.together > 1:

@@ -39,8 +39,8 @@ PyTree = Any
 UpdateLayer = Callable[[PyTree, PyTree, int], PyTree]
 # XLA lets two copies between the memories run at a time unless this option says more. With Adam a
 # layer has two for each of its parameters each way, for both moments, and a third for a lower half.
-# Measured with four layers of OLMoE on one H200: a step of
-# 786 ms takes 604 ms (experiments/LOG.md, 2026-11-27).
+# Measured with four layers of OLMoE on one H200: a step of 786 ms takes 604 ms (experiments/LOG.md,
+# 2026-11-27).
 COMPILED: dict[str, Any] = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 # The update of one layer sees this mark in place of other layers' arrays. It is optax's mark of a
 # parameter that a rule does not see: Muon's moments have it for the embedding, for example.
@@ -58,7 +58,7 @@ class OnHost:
     kept: number of each stack's last layers whose moments and lower halves stay on the device; at
       least the first layer's leave it.
     computes: whether the host computes the update (`scmoe.training.host_update`), so that moments
-      and lower halves stay where they are.
+      and lower halves never leave its memory.
   """
 
   ahead: int = 1

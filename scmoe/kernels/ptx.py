@@ -268,7 +268,7 @@ def element_address(
     index: of 32 bits.
     size: bytes of an element.
     unsigned: the index has no sign.
-    distance: another register of 64 bits, for the distance from the array's begin; by default `to`.
+    distance: a register of 64 bits for the bytes before the element; by default `to`.
   """
   distance = distance or to
   before = byte_distance(distance, index, size, unsigned=unsigned)
@@ -326,7 +326,7 @@ def address_in_block(to: str, address: str, block: int) -> str:
 
 
 def load_from_block(to: str, address: str, offset: int) -> str:
-  """Reads a word of another block's shared memory, at an address from `address_in_block`."""
+  """Reads a word of a cluster block's shared memory, at an address from `address_in_block`."""
   return f"ld.shared::cluster.s32 {to}, {_at(address, offset)};"
 
 

@@ -56,7 +56,11 @@ class ExpertRows:
     Args:
       rows_RM: rows sorted by expert.
       weight_EMN: a matrix for each expert; rounded to the rows' type.
-      bias_EN: a vector for each expert, added to the products of its rows; None: no bias.
+      bias_EN: a vector for each expert, added to the products of its rows, its padding rows
+        included; None: no bias.
+
+    Raises:
+      ValueError: shapes disagree.
     """
     sizes_E = self.groups.tiles_G * self.groups.tile
     weight_EMN = weight_EMN.astype(rows_RM.dtype)
@@ -91,8 +95,8 @@ class Experts(nnx.Module):
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
     """The experts' outputs in the order of the rows, by `compute` on rows sorted by expert.
 
-    If a row has several experts, the result is the weighted sum of their outputs for it. Args and
-    result are those of `expert_ffn`, without its weights and config.
+    Where the layout has weights, a row's result is the weighted sum of its experts' outputs for it.
+    Args and result are those of `expert_ffn`, without its weights and config.
     """
     rows_MD = rows.reshape(-1, rows.shape[-1])
     tiles = layout.sorted(choose_tile(layout.num_copies, layout.num_groups))
@@ -117,7 +121,10 @@ class LayerExperts(Protocol):
       rows = experts.of(gating)(rows, layout)
 
   `main` is the value that the main path reads next. If experts are copied and the main path must
-  wait for the copy, the implementation ties `main` to the copy by a barrier.
+  wait for the copy, the implementation ties `main` to the copy by a barrier. If an exchange is cut
+  into chunks, the pair calls `ready` and `of` again for each chunk. The dispatch, which comes
+  between `chosen` and `ready`, gets `of(gating)` too, for the rows of overflow rounds. With
+  `overlap.ahead` the pair before has routed the tokens, and `chosen` is not called.
   """
 
   def chosen(self, gating: int, routing: Routing, main: Any) -> Any:

@@ -214,11 +214,11 @@ def chosen_gate(gates: Sequence[Any], index: int | Array) -> Any:
 
   Args:
     gates: of one layer.
-    index: an int; or an array, traced or not, of shape [] or [B], whose range is not checked.
+    index: an int; or a jax array, traced or not, of shape [] or [B], whose range is not checked.
 
   Raises:
-    ConfigError: an int is the index of no gate; or the index is an array, and the gates differ in
-      class or size.
+    ConfigError: an int is the index of no gate; or the index is a jax array, and the gates differ
+      in class or size.
   """
   if not isinstance(index, Array):
     if not 0 <= index < len(gates):
@@ -243,8 +243,8 @@ def make_gates(
   """Makes `config.num_gates` gates over one set of experts, each with its own initial weights.
 
   Raises:
-    ConfigError: `config.gate` is neither a word of `GATES` nor the import path of something that
-      makes a gate.
+    ConfigError: the gate cannot be imported, the call that makes it fails, or what it makes cannot
+      be called with tokens.
   """
   make: Any = GATES.get(config.gate, config.gate)  # a class, or where to import it from
   if isinstance(make, str):

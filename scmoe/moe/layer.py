@@ -42,7 +42,8 @@ class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
     router, dispatch: options of routing and of the transport.
 
   Raises:
-    ConfigError: `top_k` or options of the router do not fit the numbers of experts.
+    ConfigError: a field has a wrong type or value, options of the router do not fit each other, or
+      `top_k` or options of the router do not fit the numbers of experts.
   """
 
   top_k: int = option(1, minimum=1)
@@ -148,8 +149,8 @@ class MoE(nnx.Module):
     rngs: stream `params` for the initial weights.
 
   Raises:
-    ConfigError: an argument has the wrong type, options of the router do not fit each other,
-      `gates` is empty, or the gate or the experts that an option names cannot be made.
+    ConfigError: `config` or `rngs` has the wrong type, `gates` is empty, or the gate or the experts
+      that an option names cannot be made.
   """
 
   def __init__(
@@ -186,7 +187,11 @@ class MoE(nnx.Module):
 
     Raises:
       ConfigError: x has another width than the layer or no floating type; or see
-        `scmoe.moe.route.route` and `make_transport`.
+        `scmoe.moe.gates.chosen_gate`, `scmoe.moe.route.route`, `make_transport` and
+        `queue_positions`.
+      ValueError: the experts' network cannot compute these rows as `config.impl` and
+        `config.backend` ask; see `expert_ffn`. For example `impl=batched` computes only the buffers
+        of `Capacity`, and a call that drops nothing has another transport.
     """
     self._check_width(x)
     if not x.size:
@@ -222,7 +227,7 @@ class MoE(nnx.Module):
 
     Raises:
       ConfigError: x has another width than the layer or no floating type; or see
-        `scmoe.moe.route.route` and `make_transport`.
+        `scmoe.moe.gates.chosen_gate`, `scmoe.moe.route.route` and `make_transport`.
     """
     self._check_width(x)
     chosen: Any = self._gate(call.gate) if gate is None else gate
@@ -357,7 +362,8 @@ def _make_experts(config: MoEConfig, rngs: nnx.Rngs) -> Experts:
   """Makes feed-forward experts, or those of the class that `model.experts` names.
 
   Raises:
-    ConfigError: the class cannot be imported, or is no subclass of `Experts`.
+    ConfigError: the class cannot be imported, making an object of it fails, or it is no subclass of
+      `Experts`.
   """
   if not is_import_path(config.kind):
     together = {"adaptive_r": config.dispatch.adaptive_r, "copy_engines": config.copy_engines}

@@ -149,7 +149,8 @@ def layer_balance(sums: RouterSums, kind: str) -> Array:
     kind: a word of `router.balance`, or an import path.
 
   Raises:
-    ConfigError: `kind` is unknown, or the user's loss cannot be imported or returns another shape.
+    ConfigError: `kind` is unknown, or the user's loss cannot be imported, fails or returns another
+      shape.
   """
   check_choice("router.balance", kind, BALANCES, importable=True)
   if kind == "none":
@@ -177,6 +178,9 @@ def balance_loss(sums: RouterSums, kind: str) -> Array:
   The result is a scalar. In Tutel, too, each layer adds its loss (l_aux). The caller decides which
   tokens `sums` holds: those of a microbatch on all devices, as in GShard, Tutel and MegaBlocks; or
   with `router.balance_over=step` all of a step's (`balance_part`).
+
+  Raises:
+    ConfigError: `sums` is no `RouterSums`; or see `layer_balance`.
   """
   check_type("sums", sums, RouterSums)
   loss = layer_balance(sums, kind)
@@ -315,6 +319,9 @@ def statistics(sums: RouterSums, bias_range: Array | None = None) -> dict[str, A
         expert's share of the choices that went to computing experts.
       zero_share: zero experts' share of the choices; real_experts: mean number of computing experts
         that a token chooses. Both only with zero experts.
+
+  Raises:
+    ConfigError: `sums` is no `RouterSums`.
   """
   check_type("sums", sums, RouterSums)
   tokens = jnp.maximum(sums.tokens, 1)

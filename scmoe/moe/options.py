@@ -28,7 +28,7 @@ GATES: dict[str, Any] = {
 class CompatConfig(Options, path="router.compat"):
   """Routing options that few runs need; all but token rounding come from Tutel or MegaBlocks.
 
-  They serve to compare with these systems, or to train on a model that was trained in one of them.
+  Those serve to compare with these systems, or to train on a model that was trained in one of them.
   """
 
   order: str = option(
@@ -215,10 +215,9 @@ class RouterConfig(Options, path="router"):
       k, num_experts, zero_experts: see `real_share`.
 
     Raises:
-      ConfigError: k is larger than the number of experts, zero experts included; the groups are not
-        equal, or too small for `group_score` or k; `real_experts` is larger than k or given without
-        zero experts; or zero experts meet uniform choices or token rounding. It names what would
-        do.
+      ConfigError: k is larger than the number of experts, zero experts included; the groups do not
+        have equal sizes, or are too small for `group_score` or k; `real_experts` is larger than k
+        or given without zero experts; or zero experts meet uniform choices or token rounding.
     """
     total = num_experts + zero_experts
     if k > total:
@@ -251,7 +250,7 @@ class RouterConfig(Options, path="router"):
     Raises:
       ConfigError: load_importance without noise; more open groups than groups; a proportional or
         derivative gain without `bias=pid`; gates of tasks with gates that take turns; or uniform
-        choices with token rounding. It names the fields and what would do.
+        choices with token rounding. It names the fields.
     """
     if self.balance == "load_importance" and not self.noise:
       raise ConfigError(

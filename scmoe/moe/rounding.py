@@ -46,7 +46,7 @@ def rounded_choice(
     probs_TE: probabilities; no gradient flows through them.
     expert_TK: int32, the top-k choice.
     tile: rows of a tile of the expert kernels, usually 128.
-    mask_T: False for tokens that choose nothing.
+    mask_T: False for tokens that choose nothing; None: all choose.
 
   Returns:
     expert int32 and made bool, both [T, K + X]: the top-k choice, then the gained experts. A token
@@ -54,7 +54,8 @@ def rounded_choice(
     holds some expert's id and is not made.
 
   Raises:
-    ConfigError: the tile is larger than the number of tokens, so that every count would be zero.
+    ConfigError: T, masked tokens included, is not 0, but less than the tile, so that every count
+      would be zero.
   """
   (tokens, num_experts), k = probs_TE.shape, expert_TK.shape[1]
   if tile > tokens and tokens:

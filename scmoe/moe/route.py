@@ -40,9 +40,10 @@ def route(
 
   NaN or infinite logits raise no error: the token's experts stay valid indices, and
   `RouterSums.nonfinite` counts the token if it is not masked. For such a token, a NaN logit, or one
-  of +inf under a softmax, makes all probabilities NaN (`probs_TE`). The weights become NaN too,
-  unless a kernel chooses and passes over an expert with a NaN logit (`gate_top_k`). NaN weights, or
-  NaN probabilities in a balancing loss, make the loss NaN; the training step then skips its update.
+  of +inf under a softmax, makes all probabilities NaN (`probs_TE`). At least one of the token's
+  weights becomes NaN too, unless a kernel chooses and passes over an expert with a NaN logit
+  (`gate_top_k`). NaN weights, or NaN probabilities in a balancing loss, make the loss NaN; the
+  training step then skips its update.
 
   Args:
     x_TD: the tokens of this device. T = 0 gives empty arrays and counts of 0.

@@ -38,7 +38,8 @@ class Routing:
       `weight_TK` multiplies the experts' output.
     made_TK: bool, False for a choice that no expert serves: token rounding or `Packed` has dropped
       it, token rounding has added no expert in this column, or `computed` has taken out the choice
-      of a zero expert. None: all choices are made.
+      of a zero expert. `Packed` also sets it to False for masked tokens. None: all choices are
+      made.
     importance_E, soft_load_E: sums of the load-importance loss (`scmoe.moe.route.soft_load`); None
       with other losses.
     zero_experts: number of zero experts, which return their input and get no rows. They have the
@@ -110,8 +111,8 @@ class Dispatched:
   """The rows that this device's experts compute, what `combine` needs beside them, and two counts.
 
   Attributes:
-    rows: the rows, one array for each chunk of the exchange (`dispatch.chunks`); for `combine` the
-      experts' outputs in their place.
+    rows: the rows, one array for each chunk of the exchange (`dispatch.chunks`), and one array
+      without an exchange (`Local`); for `combine` the experts' outputs in their place.
     layouts: for each chunk, the expert of each row. If tokens stay in place (`Local`) and weights
       multiply the experts' output, a row is a token, and the layout names the experts it chose.
     dropped: int32 scalar, how many choices of this device found no room.
@@ -123,11 +124,12 @@ class Dispatched:
       experts add up each token's choices.
     weight_TK: combine weights that `combine` applies; None where the experts apply them.
     overflow_TD: the overflow rounds' part of the output, in the tokens' type, 0 if no round was
-      needed; None from a transport that can need none, and while `queues` still waits.
-    queues: the queues (`dropless.Queues`) from which overflow rounds have yet to send; None if no
-      such round can be needed, or they have run.
-    plans: for each chunk, what the transport's `combine` needs beside the rows, or None; empty from
-      a transport whose `combine` needs nothing else for any chunk.
+      needed. None if the program has no overflow rounds, because none can be needed or because
+      `dispatch.ablation.first_round` leaves them out; and None while `queues` still waits.
+    queues: the queues (`dropless.Queues`) from which overflow rounds have yet to send; None if the
+      program has no such rounds, or they have run.
+    plans: from `Put`, for each chunk what `combine` needs beside the rows; from `Dropless`, None
+      for each chunk; empty from the other transports.
   """
 
   rows: tuple[Array, ...]
@@ -148,10 +150,11 @@ class RouterSums:
 
   The arrays are additive over devices, microbatches and the gatings of a block pair, so that one
   reduction serves all layers and all microbatches that run side by side. (A *gating* is one choice
-  of experts for all tokens; DGMoE makes two in a pair.) The arrays are float32 of shape [] or [E],
-  with the layers in front where the model has stacked them. A token counts once for each gating,
-  and a masked token not at all. `shortcut_square` and `main_square` differ: they count every token,
-  masked or not, once for each unit of the pair, however many gatings the unit has.
+  of experts for all tokens; DGMoE makes two in a pair.) The arrays have the shape [] or [E], with
+  the layers in front where the model has stacked them. They are float32; sums of float64 logits or
+  probabilities are float64. A token counts once for each gating, and a masked token not at all.
+  `shortcut_square` and `main_square` differ: they count every token, masked or not, once for each
+  unit of the pair, however many gatings the unit has.
 
   Attributes:
     tokens: number of tokens.

@@ -93,7 +93,8 @@ def sdd(
     backend: as in `grouped_matmul`, for topologies of `moe_topology`; ignored for others.
 
   Raises:
-    ValueError: the shapes disagree with each other or with the topology.
+    ValueError: the shapes disagree with each other or with the topology; or, for a topology of
+      `moe_topology`, the backend is unknown or cannot take the operands.
   """
   _check_inner("sdd", lhs_MK.shape[1], rhs_KN.shape[0])
   t = topology
@@ -125,7 +126,8 @@ def dsd(sparse: BlockSparse, rhs_KN: jax.Array, *, backend: str = "auto") -> jax
     backend: as in `grouped_matmul`, for topologies of `moe_topology`; ignored for others.
 
   Raises:
-    ValueError: the contracted sizes disagree.
+    ValueError: the contracted sizes disagree; or, for a topology of `moe_topology`, the backend is
+      unknown or cannot take the operands.
   """
   _check_inner("dsd", sparse.shape[1], rhs_KN.shape[0])
   t = sparse.topology
@@ -157,7 +159,7 @@ def dds(lhs_MK: jax.Array, sparse: BlockSparse, *, backend: str = "auto") -> jax
     backend: as for `dsd`.
 
   Raises:
-    ValueError: the contracted sizes disagree.
+    ValueError: as for `dsd`.
   """
   _check_inner("dds", lhs_MK.shape[1], sparse.shape[0])
   return dsd(sparse.T, lhs_MK.T, backend=backend).T

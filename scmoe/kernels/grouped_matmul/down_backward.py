@@ -130,7 +130,7 @@ def down_backward_product(
     dy_XD: gradient of the weighted output, in the layout or read through `index_R`.
     down_GFD: down weights.
     pre: pre-activations [R, F]: (gate, up), or one.
-    row_weight_R: s in float32; zero on padding.
+    row_weight_R: s in float32; on a padding row s or the row of dy must be 0.
     layout: tiles of R.
     activation: the activation between the layers.
     tiling: tile shape.

@@ -84,13 +84,16 @@ def expert_ffn(
 
   Returns:
     [..., D'] in the rows' order and type, D' the width of the last layer; products are accumulated
-    in float32 (float64 for such rows). Rows without an expert are zero and get a zero gradient. For
-    tokens in place, XLA may fuse the loop that sums the rows' gradient with its reader. A reader
-    that reduces over rows or columns would halve the loop's speed: put a barrier between the two
-    (`parallel.barriers.barrier`, "backward").
+    in float32 (float64 for such rows). Rows without an expert are zero and get a zero gradient,
+    except in tiled rows (`RowLayout`): there they may hold anything, and their gradients must be
+    0 in tiles in use. For tokens in place, XLA may fuse the loop that sums the rows' gradient with
+    its reader. A reader that reduces over rows or columns would halve the loop's speed: put a
+    barrier between the two (`parallel.barriers.barrier`, "backward").
 
   Raises:
-    ValueError: shapes disagree, or a word of the config is unknown or does not fit.
+    ValueError: shapes disagree; a gated activation lacks the gate's matrices, or another one has
+      them; `config.impl` is `block_sparse`, or is `batched` without padded experts; or
+      `config.backend` cannot take the type or the widths.
   """
   rows_MD = rows.reshape(-1, rows.shape[-1])
   check_ffn(rows_MD, weights, layout, config.activation)

@@ -148,7 +148,7 @@ def _grouped_matmul_bwd(config, residuals, dout_MN):
   options = {"precision": config.precision, "num_sms": config.num_sms}
   # Both products read the same padded dout. Its padding rows are zero, so the weight gradient can
   # ignore the groups' ends. Its type is that of lhs, which may be narrower than dout's, since a
-  # product's operands must share one type. The bias gradient adds up dout in dout's own type.
+  # product's operands must share one type. The bias gradient adds up dout before it is narrowed.
   index_R = source_rows_of(layout)
   dout_RN = take_rows(dout_MN.astype(lhs_MK.dtype), index_R)
   dlhs_RK = ops.grouped_rows(

@@ -90,8 +90,8 @@ class _Program:
 
   Shared memory holds the groups' sizes, then their numbers of tiles, then their first tiles, and
   one word with the number of tiles in all. The register `at` is the address of a group's size. With
-  8 groups that of group 5 is 20 bytes from the begin; `at` + 32 is the address of its number of
-  tiles, and `at` + 64 that of its first tile.
+  8 groups that of group 5 is 20 bytes from the start of shared memory; `at` + 32 is the address of
+  its number of tiles, and `at` + 64 that of its first tile.
 
   Attributes:
     groups: G.
@@ -142,7 +142,7 @@ class _Program:
 
   @property
   def all_at(self) -> int:
-    """Bytes from the begin of shared memory to the number of tiles in all."""
+    """Bytes from the start of shared memory to the number of tiles in all."""
     return 3 * _WORD * self.groups
 
   def begin(self) -> str:

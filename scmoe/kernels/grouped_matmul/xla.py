@@ -37,7 +37,8 @@ def choose_tile(num_rows: int, num_groups: int) -> int:
   padding adds about 6 % to the rows at most. A product should have 64 rows, though. If 64 is more
   than a sixteenth, the tile has 64 rows or a quarter of the group, whichever is less, and padding
   adds about 25 % at most. The result is rounded up to a multiple of 8 and lies from 8 to 512. So
-  padding may add more to small groups: a group of 36 rows has tiles of 16, and up to 15 empty rows.
+  padding may add more to small groups: for groups of 36 rows a tile has 16, and a group of 33 rows
+  then has 15 empty ones.
 
   Worked example: 1,024 rows of 8 experts, 128 each if balanced: a sixteenth would be 8 rows, so it
   is a quarter, 32.

@@ -42,8 +42,8 @@ _MOST_SHARED = 8  # most heads of queries whose projections one CTA finishes
 def cache_length(length: int, dtype: Any, width: int) -> int:
   """Positions to allocate for a cache that must hold `length` of them.
 
-  They are `length` rounded up to a multiple of 64 where the kernels run and take the dtype and the
-  width, else `length` itself.
+  They are `length` rounded up to a multiple of 64 where `resolve_backend` finds kernels for the
+  dtype and the width of a head, else `length` itself.
   """
   if resolve_backend("auto", dtype, width) != "mosaic_gpu":
     return length
@@ -103,7 +103,9 @@ def attend_pages(
   scale: float,
   window: int = 0,
 ) -> Array:
-  """`attend_cache` over a pool of pages, of which it reads only positions that a row's token sees.
+  """`attend_cache` over a pool of pages; it reads only blocks that hold what a row's token sees.
+
+  A block is 64 positions of a page.
 
   Args:
     q_RHN: the queries of each row's token, of shapes and a dtype that the kernel `takes` with the
@@ -115,8 +117,9 @@ def attend_pages(
     scale, window: as for `attend_cache`.
 
   Returns:
-    [R, H, N] in the dtype of the queries; 0 for rows without a token. No value of a position that
-    the row does not see has an influence, even if it is not finite.
+    [R, H, N] in the dtype of the queries; 0 for rows without a token. No key or value past a row's
+    position has an influence, even if it is not finite. With a window, the values before it in its
+    first block have weight 0, but must be finite.
   """
   page = k_GTKN.shape[1]
   options = {"scale": scale, "window": window, "page": page}
@@ -275,6 +278,9 @@ def takes_partial(
 
   Besides the conditions of `takes`, it needs a single row, at most 8 heads of queries for each head
   of keys, and jax 0.11 or later, where a kernel can write into the caches in place.
+
+  Raises:
+    ValueError: as for `takes`, where the further conditions hold.
   """
   q_BSHN: Any = jax.ShapeDtypeStruct((1, 1, own.heads, own.width), own.dtype)
   few = own.heads // own.kv_heads <= _MOST_SHARED and k_BTKN.shape[0] == 1
@@ -296,7 +302,7 @@ def attend_partial(
 
   Args:
     own: the token's projections, for which `takes_partial` is True.
-    k_TKN, v_TKN: the cache, without the token.
+    k_TKN, v_TKN: the cache, without the token; all its values must be finite.
     position: int32 [1], of the token.
     scale: factor of the scores.
     window: positions that the token sees, itself included; 0: all.

@@ -71,7 +71,7 @@ class _Seen(NamedTuple):
   Attributes:
     first: the first position.
     first_block: the block of the first position.
-    end_block: the first block past the last position.
+    end_block: the block after that of the last position that the token sees.
   """
 
   first: Any

@@ -118,7 +118,7 @@ def put_rows_kernel(
     thread_name="wg",
     scratch_types=[
       plgpu.SMEM((-(-program.shared_bytes // 512) * 128,), jnp.int32),
-      plgpu.SemaphoreType.REGULAR,  # a block's count of signals, 0 at the kernel's begin
+      plgpu.SemaphoreType.REGULAR,  # a block's count of signals, 0 when the kernel starts
     ],
   )(
     x_MD,
@@ -167,17 +167,17 @@ class _Program(RowCopier):
 
   @property
   def zeros_at(self) -> int:
-    """Bytes from the begin of the stages to the row of zeros, a multiple of `ALIGNED`."""
+    """Bytes from the start of the stages to the row of zeros, a multiple of `ALIGNED`."""
     return -(-WARPS * self.stages * self.row_bytes // ALIGNED) * ALIGNED
 
   @property
   def barriers_at(self) -> int:
-    """Bytes from the begin of the stages to the barriers, a multiple of `ALIGNED`."""
+    """Bytes from the start of the stages to the barriers, a multiple of `ALIGNED`."""
     return self.zeros_at + -(-self.row_bytes // ALIGNED) * ALIGNED
 
   @property
   def addresses_at(self) -> int:
-    """Bytes from the begin of the stages to the addresses."""
+    """Bytes from the start of the stages to the addresses."""
     return self.barriers_at + BARRIER * WARPS * self.stages
 
   @property

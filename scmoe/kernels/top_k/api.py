@@ -142,7 +142,7 @@ def gate_top_k(
     backend: "auto" (a kernel where it runs), "mosaic_gpu" or "xla". There is a kernel for multiples
       of 128 tokens and up to 192 experts, and one for a single token and a multiple of 8 experts up
       to 256. Both need D to be a multiple of 64 and tokens in bfloat16, or in float16 (many tokens:
-      only without `fp32`). XLA computes all others, also with "mosaic_gpu".
+      only without `fp32`). XLA computes all others, also with "mosaic_gpu", unless that raises.
 
   Returns:
     Logits and experts; `share_TK` is None unless the kernel for a single token takes the token.

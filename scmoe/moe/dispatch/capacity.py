@@ -150,6 +150,9 @@ class Capacity:
     Returns:
       `Dispatched` with rows [W, E / W, G·C / chunks, D] in each chunk: from each source rank, for
       each of this device's experts.
+
+    Raises:
+      ConfigError: T is not a multiple of G.
     """
     del experts
     plan, dropped = self.plan(routing)

@@ -439,11 +439,11 @@ def make_window(queues: Queues, low: Any, rows: int) -> Permutation:
 def _layout_of_window(queues: Queues, low: Any, rows: int) -> RowLayout:
   """The layout of rows that arrive here from positions [low, low + rows) of all ranks' queues.
 
-  It says each row's expert, the row's position among all received rows of that expert, and how many
-  rows each expert has. Experts are numbered from 0 on each device. The queue of source rank s for
-  this device holds the rows for expert 0, then those for expert 1, ...: the counts alone tell which
-  of these rows lie in the window. An expert's rows from rank 0 have the first positions, then those
-  from rank 1, ...
+  It says each row's expert, the row's position among the rows that arrive for that expert from all
+  ranks' windows, and how many such rows each expert has. Experts are numbered from 0 on each
+  device. The queue of source rank s for this device holds the rows for expert 0, then those for
+  expert 1, ...: the counts alone tell which of these rows lie in the window. An expert's rows from
+  rank 0 have the first positions, then those from rank 1, ...
 
   Rank 1 of the example at the top of this file, where rank 1 sends itself one row for each of its
   two experts: received_We = [[3, 1], [1, 1]]. In the window [0, 2) it receives two rows from each

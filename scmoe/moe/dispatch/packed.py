@@ -45,7 +45,11 @@ class Packed:
   order: str = "choice"
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
-    """Drops and counts choices beyond capacity, and sends the rest; see `Transport.dispatch`."""
+    """Drops and counts choices beyond capacity, and sends the rest; see `Transport.dispatch`.
+
+    Raises:
+      ConfigError: T is not a multiple of G.
+    """
     _, kept_TK, count_GE = kept_choices(routing, self.rows, self.groups, self.order)
     kept_GE = jnp.minimum(count_GE, self.rows)
     kept = dataclasses.replace(routing, made_TK=kept_TK, count_E=kept_GE.sum(0, dtype=jnp.int32))

@@ -60,7 +60,8 @@ class Put(Dropless):
   """The transport that writes rows straight into the experts' tiles, in the memory of their GPUs.
 
   Methods, rounds and arguments are those of `Dropless`. Only the first round differs: the rows that
-  dispatch returns lie in the experts' tiles already.
+  dispatch returns lie in the experts' tiles already. On a GPU `dispatch` raises a ConfigError if
+  the kernel does not take the rows, the number of choices or that of devices (`_check_rows`).
   """
 
   delivers: ClassVar[bool] = True
@@ -140,7 +141,7 @@ class _Plan:
     place_TK: int32, the place of each choice; W·R for a choice that is not in the chunk.
     place_S: int32, the place of each slot; W·R for an empty slot.
     groups: the tiles of this device's experts.
-    axis, ranks: the mesh axis, and W, its ranks; static.
+    axis, ranks: the mesh axis, and W, the number of its ranks; static.
   """
 
   window: Permutation

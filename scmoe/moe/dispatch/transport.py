@@ -119,9 +119,10 @@ def make_transport(
       see above.
 
   Raises:
-    ConfigError: an argument is out of range, a buffer would have no rows, `dispatch.groups` does
-      not divide evenly over the devices, the call would get `Put` on other devices than CPUs or
-      with `dispatch.nodes` > 1, or the user's transport cannot be made.
+    ConfigError: an argument has a wrong type or value, a buffer would have no rows,
+      `dispatch.groups` does not divide evenly over the devices, `dispatch.nodes` does not divide
+      the devices of the expert axis, the call would get `Put` on other devices than CPUs or with
+      `dispatch.nodes` > 1, or the user's transport cannot be made.
   """
   check_type("config", config, DispatchConfig)
   check_choice("order", order, ORDERS)
@@ -160,8 +161,9 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
     given |= {"capacity_factor": capacity_factor, "no_drop": no_drop, "exchange": exchange}
     needs = ("dispatch", "combine")
     return construct(config.transport, "dispatch.transport", config, **given, needs=needs)
-  # A call without drops runs the overflow rounds even where a training step leaves them out: what a
-  # second model of the step leaves over, nobody counts.
+  # A call with `no_drop` runs its overflow rounds even in a training step that leaves out those of
+  # other calls. Such a call is of a second model, for example of a teacher; the step does not count
+  # the rows that this model would leave over, and so would not be run again.
   first = config.ablation.first_round and not no_drop
   factor = config.capacity_factor if capacity_factor is None else capacity_factor
   lossless = no_drop or factor == 0
@@ -226,6 +228,10 @@ def make_exchange(config: DispatchConfig) -> Exchange:
 
   The exchange moves nothing if that axis has one device, if experts' matrices are gathered and rows
   stay where they are (`adaptive_r` = 0), or in the ablation `silent`.
+
+  Raises:
+    ConfigError: the exchange would move rows, or is silent, and `dispatch.nodes` does not divide
+      the axis' devices.
   """
   size = axis_size("expert")
   if size == 1 or config.adaptive_r == 0:

@@ -18,7 +18,7 @@ UNROLLED = 4
 
 @dataclasses.dataclass(frozen=True)
 class OverlapAblation(Options, path="overlap.ablation"):
-  """Parts of the overlap, each of which an ablation sets apart. A run leaves them as they are."""
+  """Options that change one part of the overlap, for ablations; other runs leave the defaults."""
 
   backward: str = option(
     "mirror",

@@ -44,8 +44,8 @@ class BlockPair(nnx.Module):
     passed_on: which of its values the next pair reads (`_passed_on`).
 
   Raises:
-    ConfigError: an argument is of another type, options do not fit each other, or the schedule
-      names no step.
+    ConfigError: an argument is of another type, options do not fit each other, or see
+      `make_schedule` and `MoE`.
   """
 
   def __init__(

@@ -1,6 +1,6 @@
 """A transformer block, and a unit of blocks around one expert stage, as modules with several parts.
 
-They fix no order of their parts: `scmoe.blocks.pair` runs these in the order of a schedule.
+They fix no order of their parts: `scmoe.blocks.walk` runs the parts in the order of a schedule.
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ class Block(nnx.Module):
     return h_BSD + times(y_BSD, self.residual_multiplier)
 
   def dense(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """The output of the dense MLP or shared expert, which the block must have, for normalised h."""
+    """The output of the dense MLP or shared expert, which the block must have.
+
+    Args:
+      h_BSD: what the sublayer reads, not normalised yet.
+    """
     assert self.mlp is not None
     return self.mlp(self.norm_mlp(h_BSD))
 

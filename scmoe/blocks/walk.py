@@ -436,7 +436,10 @@ class PairWalk:
     return unit.tapped(tap, self.main, self.next_handed_BSD)
 
   def _call(self, gating: int, context: Context) -> MoECall:
-    """The arguments of a gating's call; DGMoE's second gating avoids the first one's expert."""
+    """The arguments of a gating's call.
+
+    If the wiring is `distinct`, a unit's second gating avoids the expert of its first one.
+    """
     avoid_T = None
     if self.pair.wiring.distinct and gating > 0:
       avoid_T = self.routed[0].routing.expert_TK[:, 0]

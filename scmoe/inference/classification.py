@@ -45,10 +45,10 @@ def evaluate_images(
     mesh, router, max_batches, stopping, prepare: as for `scmoe.inference.evaluation.evaluate`.
 
   Returns:
-    `loss` (nats per image, without label smoothing), `accuracy`, `accuracy_5` (share of images
-    whose label is among the five best guesses), `drop` (share of the routing choices that were
-    dropped), `batches`, `images`, and an empty `domains`. Means are over all images at once, not
-    over batches. None if it was stopped.
+    `loss` (nats per image, without label smoothing), `accuracy` and `accuracy_5` (shares of the
+    images whose label is the best guess, and among the five best), `drop` (share of the routing
+    choices that were dropped), `batches` and `images` (their numbers), and an empty `domains`.
+    Means are over all images at once, not over batches. None if it was stopped.
 
   Raises:
     DataError: there are no validation images, or `max_batches` is 0.

@@ -2,7 +2,7 @@
 
 The scores of all tokens for a whole vocabulary are the largest array of many models: 8,192 tokens
 and a vocabulary of 50,304 make 1.5 GiB in float32, and reading and writing them takes as long as
-the products themselves. Here the losses of a chunk of tokens, and in training its gradient, are
+the products themselves. Here the losses of a chunk of tokens, and in training their gradients, are
 computed before the scores of the next chunk are made. So the scores that exist at a time take about
 1 GiB at most, however many tokens there are; the weight's gradient is added up in one float32
 array.

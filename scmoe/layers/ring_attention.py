@@ -12,8 +12,8 @@ neither sees chunk 6. Of device 3's chunks 3 and 4 its chunk 5 sees both and its
 a step is two blocks without a mask on every device, each of one chunk of queries and one of keys:
 always the late queries over the early keys, and either the early queries over the early keys (of a
 device of lower rank) or the late queries over the late keys. No device waits for one with more to
-do. Windows and documents mask parts of these blocks, and a block of which nothing is seen is
-skipped.
+do. Windows and documents mask parts of these blocks. A device skips a block if `any_visible` says
+that they mask all of it.
 """
 
 from __future__ import annotations

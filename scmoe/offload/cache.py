@@ -165,7 +165,8 @@ def filled(cache: ExpertCache, experts: Any, routing: Routing, policy: CachePoli
 
   Let s be the share of the prefill's tokens that requested an expert. With lfu its worth becomes
   s / (1 - decay), the limit of the worth if each call requested the expert as often as these tokens
-  did. With lru it becomes s, which is no more than the worth of any later request.
+  did. With lru it becomes s, which is no more than the worth of any later request. On several
+  devices of the expert axis s counts the tokens of all, taken to be as many on each as on this one.
 
   Args:
     cache: the cache before the call; its counters do not change.

@@ -151,7 +151,7 @@ class ExpertsOnRequest:
   """`LayerExperts` that are copied after a gate has chosen them: at once, or before they compute.
 
   Args:
-    experts: the layer's module, whose parameters are in the host's memory.
+    experts: the layer's module, whose matrices are in the host's memory or on disk.
     how: when the copy starts, and the policy of the cache.
     cache: the layer's cache; None: no cache.
   """
@@ -226,7 +226,7 @@ class ExpertRequest:
   """The experts that one call requests, before they are copied.
 
   Attributes:
-    experts: the module, whose parameters are in the host's memory.
+    experts: the module, whose matrices are in the host's memory or on disk.
     routing: the gate's choices.
     needed_e: bool, the requested experts.
     id_N: int32, the first `copies` are the experts to copy; e stands for no expert.
@@ -320,7 +320,7 @@ def request_experts(
   """The experts that a layer's tokens need, and the places that they will have on the device.
 
   Args:
-    experts: the layer's module; its parameters are in the host's memory.
+    experts: the layer's module; its matrices are in the host's memory or on disk.
     routing: this device's choices.
     policy: policy of the cache.
     cache: the layer's cache. It is ignored if a call can request more experts than it has places.

@@ -76,6 +76,8 @@ def is_on_disk(x: Any) -> bool:
 def quantised(matrix: Any, dtype: Any) -> Int8:
   """Rounds matrices to int8 from -127 to 127; each output channel's largest |value| becomes 127.
 
+  A channel of zeros stays 0, with the scale 1.
+
   Args:
     matrix: float [..., M, N].
     dtype: the type of the matrices when they are converted back.

@@ -56,6 +56,6 @@ class Ring:
 
 
 def _copied(params: Any) -> Any:
-  """The parameters with every leaf copied to the device's memory."""
+  """The parameters with the leaves that are elsewhere copied to the device's memory."""
   packed = lambda x: isinstance(x, Int8 | OnDisk)
   return jax.tree.map(lambda x: on_device(x) if is_away(x) else x, params, is_leaf=packed)

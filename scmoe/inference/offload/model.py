@@ -253,7 +253,7 @@ def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:
 
   Args:
     path: the parameter's path in the model, as `jax.tree_util` gives it.
-    leaf: the parameter, or its shape.
+    leaf: the parameter's array, or its `jax.ShapeDtypeStruct`.
   """
   return "experts" in jax.tree_util.keystr(path) and len(leaf.shape) > 3
 

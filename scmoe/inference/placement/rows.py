@@ -27,9 +27,9 @@ class Rows(NamedTuple):
     rounds: 1 + the mean number of overflow rounds.
     busiest: rows that the busiest device receives, from itself too, over the mean of all devices;
       the mean over batches and gatings.
-    receivers: number of devices that hold an expert of a token, the token's own device included;
-      the mean over gatings and over tokens with such an expert. An exchange that sent a token to
-      each of these devices once would send `receivers` rows.
+    receivers: number of devices that hold an expert of a token, which may be the token's own; the
+      mean over gatings and over tokens with such an expert. An exchange that sent a token to each
+      of these devices once would send `receivers` rows for each token.
     apart: share of pairs of experts that lie on different devices, of all pairs that a token
       forms of its experts in one layer and those in the next; NaN with one layer. With one expert
       per token it is how often a token travels in ExFlow, where it stays with its last expert.

@@ -1,11 +1,11 @@
 """Continuous batching: requests join and leave a running batch, over a pool of pages.
 
 Each turn of `Server.step` runs one program. It adds a token to all requests whose prompt has been
-read and that need more tokens, and reads pieces of some other requests' prompts in the same pass. A
-request that ends frees its slot and its pages for other requests. While the device computes a turn,
-the host reads the tokens of the turn before. So the host learns one turn late that a request has
-drawn an end token or completed a stop; the token that the device has drawn for it meanwhile is
-thrown away.
+read and that need more tokens, and reads pieces of some other requests' prompts in the same pass.
+The turn that reads the last piece of a prompt also draws the request's first token. A request that
+ends frees its slot and its pages for other requests. While the device computes a turn, the host
+reads the tokens of the turn before. So the host learns one turn late that a request has drawn an
+end token or completed a stop; the token that the device has drawn for it meanwhile is thrown away.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ class Server:
     pages: pages of each part; 0: as many as all its slots need for texts as long as the model's
       context, or fewer if `cache_bytes` holds fewer.
     cache_bytes: if `pages` is 0, memory of each device for pages. 0: 0.9 of what is free beside
-      the caches of experts, less the pages of two layers, which a step copies where no kernel reads
-      them in place; no limit on a device that does not say what is free.
+      the caches of experts, less room for a copy of all slots' pages in two layers, which a step
+      makes where no kernel reads pages in place; no limit on a device that does not say what is
+      free.
     prefill_tokens: most tokens of prompts that each turn reads on each part.
     eos_id: an end token, or several; None: no token ends a text.
     decode: makes text of token ids; None: answers have no text, and requests no texts to stop at.
@@ -214,9 +215,10 @@ class Server:
   def submit(self, prompt: Any, **options: Any) -> int:
     """Adds a request; returns its number, which its answer has as `id`: 0 for the first request.
 
-    The first request that draws, that uses top-k or top-p, or that wants log-probabilities of new
-    tokens makes XLA compile programs that do this. From then on all turns use these programs. The
-    log-probabilities of a prompt's own tokens are computed only in turns that read such a prompt.
+    The first request with a temperature above 0, the first that then uses top-k or top-p, and the
+    first that wants log-probabilities of new tokens make XLA compile programs that do this. From
+    then on all turns use these programs. The log-probabilities of a prompt's own tokens are
+    computed only in turns that read the prompt of a request that wants them.
 
     Args:
       prompt: token ids.

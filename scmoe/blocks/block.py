@@ -280,6 +280,9 @@ class BlockConfig(Options, path="model"):
     """Checks the options of attention that need each other, another style, or exclude each other.
 
     The options that need llama style also comprise `expert_bias`, which is one of experts.
+
+    Raises:
+      ConfigError: names the field, what was got and what would do.
     """
     named = lambda *names: ", ".join(f"model.{name}={getattr(self, name)!r}" for name in names)
     if self.style == "gpt2":

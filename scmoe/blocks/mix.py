@@ -16,6 +16,12 @@ class Mix(nnx.Module):
   direct: shared + routed
   cg1:    sigmoid(w·x) · shared + routed                     w in R^{1 x D}
   cg2:    softmax(W·x)[0] · shared + softmax(W·x)[1] · routed   W in R^{2 x D}
+
+  Args:
+    kind: one of `MIXES`.
+    width: D.
+    init_std: standard deviation of the initial w or W.
+    rngs: stream `params` for the initial weights.
   """
 
   def __init__(self, kind: str, width: int, *, init_std: float, rngs: nnx.Rngs):

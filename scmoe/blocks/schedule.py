@@ -386,7 +386,13 @@ def joined(names: Iterable[str]) -> list[str]:
 def _positions(
   names: str, field: str, dense: Sequence[Step], blocks: int, chunks: int
 ) -> tuple[int, ...]:
-  """Numbers of dense steps before the named slots, one for each chunk."""
+  """Numbers of dense steps before the named slots, one for each chunk.
+
+  One name stands for the slots of all chunks.
+
+  Raises:
+    ConfigError: a name is of no slot, or their number is neither 1 nor that of the chunks.
+  """
   slots = [_position(name.strip(), field, dense, blocks) for name in names.split(",")]
   if len(slots) not in (1, chunks):
     raise ConfigError(
@@ -397,7 +403,13 @@ def _positions(
 
 
 def _position(name: str, field: str, dense: Sequence[Step], blocks: int) -> int:
-  """Number of dense steps before the slot of this name."""
+  """Number of dense steps before the slot of this name.
+
+  A slot that only other wirings have is the last one here: the number of all dense steps.
+
+  Raises:
+    ConfigError: no wiring has a slot of this name.
+  """
   own = slot_names([step.name for step in dense])
   if name in own:
     return own.index(name)

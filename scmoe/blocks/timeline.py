@@ -197,6 +197,7 @@ def chunked_timeline(times: Times, slots: Sequence[str], overhead: float = 0.0) 
   has no span.
 
   Args:
+    times: of the unit.
     slots: of each chunk's experts, in order.
     overhead: extra time of every chunk of every stage, for its launch.
   """

@@ -106,14 +106,15 @@ def stream(
     chunk: number of tokens that the device adds to each row before the host reads them; clipped to
       [1, max(1, `max_new_tokens` - 1)].
     seed: seed of the sampling.
-    eos_id: an end token, or several. A prompt ends when it draws one, which is not returned.
+    eos_id: an end token, or several; None: no token ends a prompt. A prompt ends when it draws an
+      end token, which is not returned.
     router: the training run's router state (balancing biases), if it has any.
     mesh: the devices of this process that hold the model; None: jax's first device.
     prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
     offload: how experts reach the device. With `Migration`s it needs a model of
       `scmoe.inference.offload.model.offloaded`; without them, as by default, one whose experts are
       on the device.
-    usage: an object that records the requests to the cache of experts.
+    usage: an object that records the requests to the cache of experts; None: nothing is recorded.
     deterministic: whether XLA sums every product on a GPU in one order, in every process and for
       every `offload`; see `Static`.
 

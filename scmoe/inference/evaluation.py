@@ -47,7 +47,8 @@ def evaluate(
     mesh: the devices that hold the model.
     router: the training run's router state (balancing biases), if it has any.
     max_batches: limit on the number of batches; None: all validation text.
-    stopping: called before every batch; if it returns True, the evaluation stops.
+    stopping: called before every batch; if it returns True, the evaluation stops. None: it does not
+      stop early.
     prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
 
   Returns:

@@ -27,6 +27,9 @@ from scmoe.moe.types import Routing
 class Layout:
   """Names and kinds of all gatings, and names of the main path's values, from the model's options.
 
+  Args:
+    trunks: the model's trunks, in order.
+
   Attributes:
     gatings, points: see `scmoe.inference.probe.Probe`.
     second: for each gating, whether an earlier gating of the same layer uses the same experts.

@@ -56,7 +56,7 @@ def fit_norms(source: GPT, model: GPT, batches: Iterable[Batch], router: Any = N
     source: the model whose experts `model` has, in the same layers, without dense layers.
     model: the new model, whose units have an `own_norm`.
     batches: rows of text; padding does not count.
-    router: router state of the source.
+    router: router state of the source; None if it has none.
 
   Raises:
     AssertionError: there is no batch, or a pair of `model` has no `own_norm`.

@@ -154,6 +154,10 @@ class Attention(nnx.Module):
   A schedule may put other work between its two halves: `project` makes queries, keys and values,
   `mix` computes the scores and the output. Under tensor parallelism each device has some of the
   heads, and the devices' outputs are added up.
+
+  Args:
+    config: options of the attention.
+    rngs: stream `params` for the initial weights.
   """
 
   def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs):
@@ -315,7 +319,8 @@ class Attention(nnx.Module):
       positions_BS: int32 position of each token; with a cache also where its key and value go.
       segments_BS: int32 document of each token; attention stays inside a document. None: it
         spans the whole row. With a cache it is read only with `begins`.
-      cache: keys and values of earlier positions, to which the new ones are added.
+      cache: keys and values of earlier positions, to which the new ones are added; None: the tokens
+        attend to each other alone.
       begins: the cache is empty and the tokens are the first of their rows. They attend to each
         other by the same kernels as without a cache. Not for pools of pages.
       kind: the options of this layer alone; None: it is like the others.

@@ -53,6 +53,10 @@ class Embedding(nnx.Module):
   Under tensor parallelism each device has a part of the vocabulary: it looks up its own tokens, and
   computes the scores of its own tokens. With `EmbeddingConfig.partitioned` data ranks divide the
   parameters further; the positions stay whole.
+
+  Args:
+    config: options of embeddings and output projection.
+    rngs: stream `params` for the initial weights.
   """
 
   def __init__(self, config: EmbeddingConfig, *, rngs: nnx.Rngs):

@@ -88,6 +88,10 @@ class LatentAttention(nnx.Module):
   """Latent attention in the same two halves as `Attention`: `project` and `mix`.
 
   Under tensor parallelism each device has some of the heads; every device has the whole latent.
+
+  Args:
+    config: options of the attention.
+    rngs: stream `params` for the initial weights.
   """
 
   def __init__(self, config: LatentAttentionConfig, *, rngs: nnx.Rngs):
@@ -203,7 +207,7 @@ class LatentAttention(nnx.Module):
 
     Args:
       q_BSHN, c_BTR, k_BTN: as `project` returns them; the last two may come from a cache.
-      segments_BS: int32 document of each token, without a cache.
+      segments_BS: int32 document of each token, without a cache; None: rows of one document.
       positions_BS: int32 positions of the queries, with a cache; None without one.
     """
     c, up = self.config, self.kv_up[...].astype(q_BSHN.dtype)

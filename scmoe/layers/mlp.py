@@ -102,6 +102,10 @@ class MLP(nnx.Module):
   """down(act(up(x))), or the gated form: the dense MLP of a block, and the shared expert.
 
   Under tensor parallelism each device has a part of the hidden width, and the results are added up.
+
+  Args:
+    config: options of the network.
+    rngs: stream `params` for the initial weights.
   """
 
   def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs):
@@ -139,6 +143,9 @@ class MLP(nnx.Module):
     They take whole row tiles, or a single row. On several devices XLA computes: there the kernels
     would share multiprocessors with NCCL's exchanges, which cost more than they gained
     (experiments/kernels).
+
+    Raises:
+      ValueError: on one device, `backend` is mosaic_gpu and cannot take the type or the widths.
     """
     if axis_size(*AXES) > 1:
       return False

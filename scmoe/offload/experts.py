@@ -323,7 +323,8 @@ def request_experts(
     experts: the layer's module; its matrices are in the host's memory or on disk.
     routing: this device's choices.
     policy: policy of the cache.
-    cache: the layer's cache. It is ignored if a call can request more experts than it has places.
+    cache: the layer's cache, or None. It is ignored if a call can request more experts than it has
+      places.
   """
   routing = routing.computed
   e = jax.tree.leaves(nnx.split(experts)[1])[0].shape[0]

@@ -129,7 +129,10 @@ class OverlapConfig(Options, path="overlap"):
     )
 
   def pairs_per_step(self, pairs: int) -> int:
-    """Pairs in one step of the scan over layers, for a model of `pairs` pairs."""
+    """Pairs in one step of the scan over layers, for a model of `pairs` pairs.
+
+    An `unroll` of -1, which `derived` has not replaced, counts as 1.
+    """
     return min(self.unroll, pairs) if self.unroll > 0 else 1 if self.unroll else pairs
 
   def compiler_options(self, *, gpu: bool, profiling: bool = False) -> dict[str, Any]:

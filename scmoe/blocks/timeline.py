@@ -296,10 +296,11 @@ def draw(spans: Sequence[Span], width: int = 76) -> str:
 def describe(
   times: Times, schedule: Schedule | None = None, unit: str = "ms", width: int = 76
 ) -> str:
-  """A text: the schedule, if given, the times, each slot's makespan and hidden share, a timeline.
+  """A text: the schedule, if given; sums of times; each slot's makespan; and a timeline.
 
-  The timeline is that of the best number of chunks (`best_chunks`), `width` characters wide without
-  its labels.
+  Each slot's line also has its hidden share. The timeline is that of the best number of chunks
+  (`best_chunks`), whose length has a line if they are several; it is `width` characters wide
+  without its labels.
   """
   best, parts = best_slot(times), best_chunks(times)
   totals = {

@@ -20,6 +20,7 @@ from scmoe.base.errors import StorageError
 from scmoe.base.stored import Maybe, StoredError, read_json, write_json
 
 CARD = "card.json"
+PACKAGE = Path(__file__).resolve().parents[1]  # the folder scmoe/, whose changed files count
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 # The fields that readers of card.json rely on, with their types; see `scmoe.base.stored`.
 CARD_SHAPE = {
@@ -46,7 +47,7 @@ def write_card(workdir: Path, **said: Any) -> None:
   """
   start = {
     "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    "git": commit(Path(__file__).resolve().parent),
+    "git": commit(PACKAGE),
     "versions": versions(),
     "host": {"name": socket.gethostname(), "system": platform.platform(), "cpus": os.cpu_count()},
     "devices": devices(),

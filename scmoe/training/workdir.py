@@ -119,12 +119,15 @@ class RunLock:
 
     Raises:
       ConfigError: another process holds a lock.
-      StorageError: the file cannot be opened for writing.
-      OSError: the directory cannot be opened.
+      StorageError: the directory cannot be opened, or the file cannot be opened for writing.
     """
     # If somebody deletes the lock file of a running process, the lock on the directory still holds.
     if self._path.name == LOCK:
-      self._hold(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY), warns=False)
+      try:
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+      except OSError as error:
+        raise StorageError(f"{self._path.parent} cannot be opened ({error.strerror})") from None
+      self._hold(folder, warns=False)
     while True:
       try:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

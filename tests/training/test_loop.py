@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import types
 
@@ -14,6 +15,7 @@ from training_fakes import Iterator, Objective, Poisoned, Setup, Source, bits, t
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, DataError, NonFiniteError, Preempted, StorageError
+from scmoe.training import card
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.failure import not_finite
 from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
@@ -384,6 +386,25 @@ def test_second_run_on_one_directory_is_refused(mesh8, tmp_path, capsys):
   os.utime(tmp_path / "run.lock", (1, 1))
   with RunLock(tmp_path):
     pass
+  with pytest.raises(StorageError, match="gone cannot be opened"), RunLock(tmp_path / "gone"):
+    pass
+
+
+def test_a_card_notes_changed_files_of_the_whole_package(tmp_path, monkeypatch):
+  git = lambda *words: subprocess.run(
+    ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path), *words], check=True
+  )
+  (tmp_path / "scmoe" / "moe").mkdir(parents=True)
+  (tmp_path / "scmoe" / "moe" / "layer.py").write_text("x = 1\n")
+  git("init", "-q")
+  git("add", "-A")
+  git("commit", "-qm", "one")
+  monkeypatch.setattr(card, "PACKAGE", tmp_path / card.PACKAGE.name)
+  card.write_card(tmp_path)
+  assert card.read_card(tmp_path)["git"]["changed"] is False
+  (tmp_path / "scmoe" / "moe" / "layer.py").write_text("x = 2\n")
+  card.write_card(tmp_path)
+  assert card.read_card(tmp_path)["git"]["changed"] is True
 
 
 def test_unusable_workdir_is_said_before_anything_runs(tmp_path, mesh8):

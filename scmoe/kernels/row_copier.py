@@ -132,7 +132,7 @@ class RowCopier(abc.ABC):
   def send_zeros(self) -> str:
     """Starts to copy zeros to the rows of groups' last tiles that no row fills.
 
-    These are fewer rows of a group than a tile has, so a number i stands for a group, i // tile,
+    A group has fewer such rows than a tile has rows. So a number i stands for a group, i // tile,
     and one of `tile` candidates, t = i % tile: row size + t of the group. The row exists if the
     group's tiles have it. With tiles of four rows and a group of six rows, in two tiles, candidates
     0 and 1 are rows 6 and 7, and candidates 2 and 3 do not exist. Neighbouring i go to different

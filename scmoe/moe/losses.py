@@ -204,6 +204,9 @@ def balance_part(sums: RouterSums, step: RouterSums, kind: str) -> Array:
     step: S, of all the step's microbatches, which an earlier forward pass has made; a constant for
       the gradient.
     kind: the word or import path of `router.balance`.
+
+  Raises:
+    ConfigError: see `balance_loss`.
   """
   step = jax.lax.stop_gradient(step)
   slope = jax.grad(balance_loss)(step, kind)
@@ -254,7 +257,7 @@ def update_bias(
   μ (K_e/K · 1/N − T_i / (K·T)): the bias is then the sum of such terms, the integral part of a
   controller. The other two terms are the increments of its proportional and its derivative part.
   The biases of zero experts stay 0: once all computing experts have their share, the rest goes to
-  zero experts. A layer without a taken choice keeps its biases.
+  zero experts. A layer without a taken choice keeps its biases and its errors.
 
   Args:
     state: see `init_bias`.
@@ -262,7 +265,7 @@ def update_bias(
     config: the router's options; `config.bias` is the rule.
 
   Returns:
-    The state after the step, with the arrays of `state`.
+    The state after the step, with the keys of `state`.
   """
   choices_L1 = sums.choices[..., None]
   total, zero = sums.load_E.shape[-1], sums.zero_experts

@@ -28,7 +28,8 @@ GATES: dict[str, Any] = {
 class CompatConfig(Options, path="router.compat"):
   """Routing options that few runs need; all but token rounding come from Tutel or MegaBlocks.
 
-  Those serve to compare with these systems, or to train on a model that was trained in one of them.
+  The options of these two systems serve to compare with them, or to train on a model that was
+  trained in one of them.
   """
 
   order: str = option(

@@ -40,9 +40,10 @@ def route(
 
   NaN or infinite logits raise no error: the token's experts stay valid indices, and
   `RouterSums.nonfinite` counts the token if it is not masked. For such a token, a NaN logit, or one
-  of +inf under a softmax, makes all probabilities NaN (`probs_TE`). At least one of the token's
-  weights becomes NaN too, unless a kernel chooses and passes over an expert with a NaN logit
-  (`gate_top_k`). NaN weights, or NaN probabilities in a balancing loss, make the loss NaN; the
+  of +inf under a softmax, makes all probabilities NaN (`probs_TE`). The weights become NaN too,
+  unless they come from the chosen experts' logits or sigmoids alone (`choice_weights`) and the
+  choice passes over the expert with that logit (`Scores.best` and `gate_top_k` say which experts
+  are chosen). NaN weights, or NaN probabilities in a balancing loss, make the loss NaN; the
   training step then skips its update.
 
   Args:

@@ -116,9 +116,9 @@ class Dispatched:
     layouts: for each chunk, the expert of each row. If tokens stay in place (`Local`) and weights
       multiply the experts' output, a row is a token, and the layout names the experts it chose.
     dropped: int32 scalar, how many choices of this device found no room.
-    rounds: int32 scalar, 1 + the number of overflow rounds; with `dispatch.ablation.first_round` of
-      those that would be needed. Only `Dropless` has such rounds, and `Put` and `Packed`, which are
-      built on it.
+    rounds: int32 scalar, 1 + the number of overflow rounds; if `dispatch.ablation.first_round`
+      leaves them out, 1 + the number that would be needed. Only `Dropless` has such rounds, and
+      `Put` and `Packed`, which are built on it.
     permutations: for each chunk, which choice of this device fills which row of its send buffer, or
       with `Local` of its rows sorted by expert. Empty where tokens stay in place (`Local`) and the
       experts add up each token's choices.

@@ -77,7 +77,8 @@ def expert_ffn(
   function of up(rows) stands for up(rows).
 
   Args:
-    rows: [..., D]; M rows in the order that `layout` describes. Rows of no expert must be finite.
+    rows: [..., D]; M rows in the order that `layout` describes. Rows of no expert must be finite,
+      except in tiles that are not in use (`RowLayout.tiles`).
     weights: matrices and biases of the experts at hand; all are cast to the type of the rows.
     layout: which experts each row is for.
     config: see `FFNConfig`.

@@ -46,7 +46,7 @@ def grouped_matmul(
 
   The counterpart of `jax.lax.ragged_dot(lhs, rhs, group_sizes)`, with the same arguments and
   result, at a cost that does not grow with the number of groups, but for padding to whole tiles, in
-  the forward and in both gradients.
+  the forward pass and in both gradients.
 
   Args:
     lhs_MK: rows, sorted by group: the first `group_sizes[0]` belong to group 0, and so on.

@@ -271,7 +271,7 @@ def backward(
   if permutation is not None:
     # XLA would keep the scaled activation, as large as a pre-activation, until dx is computed. With
     # the barrier it computes the down weights' gradient first, and frees the scaled activation. And
-    # it gathers x's rows anew instead of keeping them since the forward pass.
+    # x's rows are gathered anew: without the barrier XLA would keep those of the forward pass.
     dpre, ddown_GFD, x_XD = jax.lax.optimization_barrier((dpre, ddown_GFD, x_XD))
   x, x_index_R = _rows(x_XD, permutation, layout, _gathers_inside("weights_lhs", hidden))
   dups = _up_gradients(x, dpre, layout, x_index_R, how)

@@ -177,8 +177,8 @@ class _Cta:
   def place(self, block: Any) -> Any:
     """The place in `Global.keys` at which a block of the row begins.
 
-    With pages the kernel reads it from the row's table. It has no meaning for a block past the
-    last one that the token sees, and may be called for one.
+    With pages the kernel finds it in the row's table. For a block past the last one that the token
+    sees, the result has no meaning: such a block is not copied with pages.
     """
     shape = self.shape
     if not shape.page:

@@ -170,7 +170,7 @@ def shared_types(shape: Shape) -> list[Any]:
 
 
 def named(refs: Sequence[Any], shape: Shape) -> tuple[Global, Shared]:
-  """Gives names to the kernel's arguments, which come as inputs, outputs, shared memory."""
+  """Names the kernel's arguments, which come in the order inputs, outputs, shared memory."""
   rest = iter(refs)
   several = shape.parts > 1
   in_global = Global(

@@ -131,8 +131,8 @@ def gate_top_k(
   The best experts are those with the largest logits. Their probabilities, by the softmax over all E
   logits, are given only where the kernel for a single token takes the token, also if XLA computes
   in its place. In a tie the expert with the smaller index comes first. For XLA, NaN counts as the
-  largest logit. The kernels may choose any experts for a token with a NaN logit; the experts' ids
-  are valid.
+  largest logit, or as the smallest if its sign bit is set. The kernels may choose any experts for a
+  token with a NaN logit; the experts' ids are valid.
 
   Args:
     x_TD: tokens.

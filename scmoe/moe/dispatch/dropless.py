@@ -1,4 +1,4 @@
-"""The dropless transport: rows in rounds over a fixed per-peer buffer. Nothing is ever dropped.
+"""The dropless transport: it sends all rows, in rounds over a buffer of fixed size for each peer.
 
 XLA wants static shapes, and a buffer per peer for the worst case, all rows to one of the W ranks,
 would be W times as large as the balanced share, T·K / W of a rank's T·K choices. So each rank keeps
@@ -8,7 +8,7 @@ the number of chunks. Balanced routing takes one round; skew adds *overflow roun
 first round overlaps with dense work like any other exchange. Overflow rounds run in a loop, forward
 and backward, whose trip count the ranks agree on. They are smaller than the first, because their
 temporaries exist beside what the first round keeps, and because a small round leaves less of its
-buffer empty.
+buffer empty. No row is dropped, unless `Dropless.first_round` leaves overflow rounds out.
 
 Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1), P = 2. Five
 tokens of rank 0 choose the experts 2, 0, 3, 2, 2. Its queue for itself holds token 1; its queue for
@@ -111,7 +111,9 @@ class Dropless:
   delivers: ClassVar[bool] = False  # whether `_send` itself brings the rows to their experts
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
-    """Sends the first round of rows; runs the overflow rounds before it, unless `experts` is None.
+    """Sends the first round of rows; before that it runs the overflow rounds, if it has `experts`.
+
+    `longest` or `first_round` can leave the overflow rounds out of the program.
 
     XLA runs no exchange beside a loop that contains exchanges, even if the loop runs zero times. So
     the loop ends before the first round's exchange begins: dense work can then hide that exchange.
@@ -179,7 +181,7 @@ class Dropless:
 
     Args:
       x_TD, routing, experts: as for `dispatch`.
-      sent: what `dispatch` returned without experts.
+      sent: what `dispatch` returned without experts; its `queues` must not be None.
     """
     overflow_TD = self._overflow(x_TD, routing, sent.queues, sent.rounds, experts)
     overflow_TD = checkpoint_name(overflow_TD, "moe_rows")

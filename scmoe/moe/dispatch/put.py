@@ -9,7 +9,7 @@ device. The backward pass of dispatch moves rows as combine does, and that of co
 To know a row's place, its sender needs the counts of all ranks, which one small all-gather
 collects, as for `Dropless`. The rounds are those of `Dropless` too: the first moves at most P rows
 of every queue (each rank has a queue for every rank), so that the tiles have a fixed size. Overflow
-rounds, which go by all-to-all, move the rest. Nothing is dropped.
+rounds, which go by all-to-all, move the rest.
 
 No model runs it on GPUs yet: see `check_put`.
 

@@ -177,6 +177,10 @@ def test_every_field_of_the_console_is_explained():
     assert f"| `{label}` |" in LOGS, label
 
 
+def test_a_line_of_a_run_without_steps_is_a_line():
+  assert console_line(0, 0, {"loss": 2.5}) == "step 0/0 (100%) | loss 2.5000"
+
+
 def test_the_lines_of_the_page_are_lines_of_the_program():
   """Each step's line is what the program prints of some figures."""
   for line in re.findall(r"^step .*$", LOGS, re.M):

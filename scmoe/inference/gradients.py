@@ -41,10 +41,11 @@ def gradient_norms(gradients: Mapping[str, Any], model: ModelConfig) -> dict[str
     names = names[2:] if names[0] == "trunks" else names
     if names[0] not in ("stages", "dense"):
       continue
-    part, within = _place(names[1:], trunks[number])
+    trunk = trunks[number].of_dense_layers if names[0] == "dense" else trunks[number]
+    part, within = _place(names[1:], trunk)
     values = np.square(np.asarray(leaf, np.float64)).reshape(leaf.shape[0], -1).sum(-1)
     for start, value in zip(starts[number][names[0]], values, strict=True):
-      layer = start + (0 if names[0] == "dense" else within)
+      layer = start + within
       squares[part][layer] = np.nan_to_num(squares[part][layer], nan=0.0) + value
   return {part: np.sqrt(values) for part, values in squares.items()}
 
@@ -69,7 +70,7 @@ def _place(names: list[str], trunk: ModelConfig) -> tuple[str, int]:
 
   Args:
     names: the parameter's path below the stack, such as units, 0, blocks, 1, mlp, up.
-    trunk: options of the trunk.
+    trunk: options of the stack's layers; for `dense` those of `ModelConfig.of_dense_layers`.
   """
   every, rule = trunk.moe_every, trunk.wiring_rule
   if names[0] == "moe":

@@ -403,7 +403,7 @@ def _over_chunks(
   """
   tokens = len(jax.tree.leaves(arrays)[0])
   count = -(-tokens * per_token // CHUNK_SCORES)
-  if count == 1:
+  if count <= 1:  # 0 without tokens
     return chunk(start, arrays)
   size = -(-tokens // (count * CHUNK_TOKENS)) * CHUNK_TOKENS
   count = -(-tokens // size)

@@ -21,11 +21,11 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
 
   Args:
     step: number of the step.
-    steps: steps of the whole run, at least 1.
+    steps: steps of the whole run; with 0 the line says 100%.
     values: the figures by name; others are not read.
   """
   width = len(str(steps))
-  parts = [f"step {step:{width}d}/{steps} ({100 * step // steps}%)"]
+  parts = [f"step {step:{width}d}/{steps} ({100 * step // steps if steps else 100}%)"]
   formats = {
     "loss": lambda v: f"loss {v:.4f}",
     "lr": lambda v: f"lr {v:.2e}",

@@ -285,6 +285,8 @@ def _on_whole_steps(
     say=make.say,
   )
   chosen = _fastest(search, make.built, make.abstract, make.say)
+  for variant in steps.variants:
+    steps.step(variant).forget()
   cut = dict(found)
   found.clear()
   if chosen is not None:

@@ -137,6 +137,9 @@ class GuidedStep:
     """
     del history
 
+  def forget(self) -> None:
+    """Forgets the steps so far, which were no steps of a run; here it does nothing."""
+
   def begin(self, *args: Any) -> Any:
     """Dispatches one step; here the same as a call, whose result is final."""
     return self(*args)

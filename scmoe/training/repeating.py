@@ -103,7 +103,7 @@ class RepeatingStep(GuidedStep):
 
   def __init__(self, step: Any, *args: Any, looped: Callable[[], GuidedStep], **options: Any):
     super().__init__(step, *args, **options)
-    self.repeated, self.pace = 0, Pace()
+    self.forget()
     self._make, self._looped = looped, None
 
   @property
@@ -135,6 +135,10 @@ class RepeatingStep(GuidedStep):
   def go_on(self, history: Mapping[str, Any]) -> None:
     """See `GuidedStep.go_on`."""
     self.pace.restore(history.get("pace", {}))
+
+  def forget(self) -> None:
+    """See `GuidedStep.forget`: `repeated` and `pace` begin anew."""
+    self.repeated, self.pace = 0, Pace()
 
   def begin(self, *args: Any) -> Any:
     """Dispatches a step without waiting for it; its result is final unless `left_over` says so.

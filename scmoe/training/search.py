@@ -113,6 +113,8 @@ class Search:
     self._began, self._calls = 0.0, 0
     self._visits = self._plan()
     self._visit: tuple[Variant, bool] | None = None
+    # Whether the next call is a candidate's last glance, at whose end the next one is compiled.
+    self._last_glance = False
 
   @property
   def settled(self) -> bool:
@@ -135,9 +137,8 @@ class Search:
     """True if the next call may compile, and so take long.
 
     During the search a call that is not timed always may: at its end the next candidate may be
-    compiled. So may every call of a step that may be run twice (`repeats`). With `on_best` a timed
-    call may compile the next candidate, too, and this is False; the training loop, which asks, has
-    no such search.
+    compiled. So may the last of a candidate's timed calls with `on_best` (`GLANCES`), and every
+    call of a step that may be run twice (`repeats`).
     """
     if self.chosen is not None:
       return self.best.compiles_next
@@ -145,12 +146,17 @@ class Search:
       return True
     variant, counts = self._visit
     step = self.steps.step(variant)
-    return not counts or step.repeats or step.compiles_next
+    return not counts or self._last_glance or step.repeats or step.compiles_next
 
   @property
   def repeats(self) -> bool:
     """Whether a result of `begin` is final only once `left_over` was asked (`RepeatingStep`)."""
     return self.chosen is not None and self.best.repeats
+
+  @property
+  def repeated(self) -> int:
+    """Number of steps that were run again so far, of all variants; see `RepeatingStep`."""
+    return sum(self.steps.step(variant).repeated for variant in self.steps.variants)
 
   @property
   def ran_looped(self) -> bool:
@@ -168,7 +174,7 @@ class Search:
 
   def begin(self, *args: Any) -> Any:
     """Dispatches one step: of the chosen variant as its `begin`, else as a call."""
-    return self(*args) if self.chosen is None else self.best.begin(*args)
+    return self(*args) if self.chosen is None else self._counted(self.best.begin(*args))
 
   def left_over(self, arrays: Mapping[str, Any]) -> bool:
     """See `RepeatingStep.left_over`."""
@@ -176,7 +182,7 @@ class Search:
 
   def again(self, *args: Any) -> Any:
     """See `RepeatingStep.again`."""
-    return self.best.again(*args)
+    return self._counted(self.best.again(*args))
 
   def compile(self, *args: Any) -> None:
     """Compiles the first candidate (or the first `together`) for arguments of these shapes."""
@@ -186,7 +192,7 @@ class Search:
   def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
     """Runs one training step, by the variant that is being tried, or by the chosen one."""
     if self.chosen is not None:
-      return self.steps(state, batch, self.chosen)
+      return self._counted(self.steps(state, batch, self.chosen))
     if self._visit is None:
       self.compile(state, batch)
     assert self._visit is not None
@@ -200,7 +206,14 @@ class Search:
     self._visit = next(self._visits, None)
     if self._visit is None:
       self._choose()
-    return result
+    return self._counted(result)
+
+  def _counted(self, result: tuple[TrainState, dict, dict]) -> tuple[TrainState, dict, dict]:
+    """A step's result, whose `repeated` counts the steps of all variants instead of its own."""
+    state, scalars, arrays = result
+    if "repeated" in scalars:
+      scalars = {**scalars, "repeated": self.repeated}
+    return state, scalars, arrays
 
   def timings(self) -> dict[Variant, Timing]:
     """Seconds per step of each measured candidate, in the order of the candidates."""
@@ -308,7 +321,10 @@ class Search:
       yield candidate, False
     self.prepared[candidate] = self._clock() - start
     if self.on_best:
-      yield from ((candidate, True) for _ in range(GLANCES))
+      for glance in range(GLANCES):
+        self._last_glance = glance == GLANCES - 1
+        yield candidate, True
+      self._last_glance = False
 
   def _candidate(self, change: Variant | Change) -> Variant:
     best: dict[str, Any] = {}

@@ -61,6 +61,14 @@ def test_layers_and_parts_of_two_blocks_and_a_moe():
   assert inside == pytest.approx(squares(tree["stages"]))
 
 
+def test_a_dense_layer_between_pairs_with_a_shared_expert_has_an_mlp():
+  model = small(wiring="shared_expert", moe_every=1, dense_layers="0,2")
+  found = gradient_norms(tree_of(model), model)
+  np.testing.assert_array_equal(np.isfinite(found["mlp"]), [True, False, True, False])
+  for part in ("shared expert", "experts", "gate"):
+    np.testing.assert_array_equal(np.isfinite(found[part]), [False, True, False, True])
+
+
 @pytest.mark.parametrize("fields", [
   {"wiring": "topk", "moe_every": 1, "dense_layers": "0,2"},
   {"wiring": "dgmoe_share", "shortcut_norm": "megatron"},

@@ -121,9 +121,13 @@ def test_what_is_expected_orders_the_ways(pos2):
     ),
     (
       lambda: plan.bytes_of("8x", "--gpu_memory"),
-      r"--gpu_memory='8x' is not a size; write it as 8GiB",
+      r"--gpu_memory='8x' is not a size of at least one byte; write it as 8GiB",
     ),
     (lambda: plan.bytes_of("-1GiB", "host_memory"), r"^host_memory='-1GiB' is not a size"),
+    (
+      lambda: plan.bytes_of("0.5", "--gpu_memory"),
+      r"^--gpu_memory='0.5' is not a size of at least",
+    ),
   ],
 )
 def test_what_does_not_fit_names_the_number_needed(make, message):
@@ -133,7 +137,8 @@ def test_what_does_not_fit_names_the_number_needed(make, message):
 
 
 def test_sizes():
-  sizes = {"8GiB": 8 * 2**30, "500MB": 500_000_000, "1048576": 2**20, "1.5 KiB": 1536, "7B": 7}
+  sizes = {"8GiB": 8 * 2**30, "500MB": 500_000_000, "1048576": 2**20, "1.5 KiB": 1536, "7B": 7,
+           "0.5KB": 500, ".5 GiB": 2**29}  # fmt: skip
   assert {text: plan.bytes_of(text, "x") for text in sizes} == sizes
 
 

@@ -52,6 +52,16 @@ def chunks(request, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_TOKENS", 1)
 
 
+def test_no_tokens_have_no_loss_and_a_gradient_of_zero():
+  h_TD, weight, targets_T, weights_T = in_float32(*example(0, True))
+  with jax.disable_jit():
+    (loss, correct), bar = jax.value_and_grad(
+      lambda w: summed_losses(h_TD, w, targets_T, weights_T, True), has_aux=True
+    )(weight)
+  assert (loss, correct) == (0, 0)
+  np.testing.assert_array_equal(bar, np.zeros((V, D)))
+
+
 @pytest.mark.parametrize("by_token", [True, False], ids=["tied", "head"])
 @pytest.mark.parametrize("tokens", [1, 9, 10])
 def test_losses_and_gradients_of_the_float64_oracle(chunks, tokens, by_token):

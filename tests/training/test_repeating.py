@@ -240,6 +240,29 @@ def test_a_measured_step_of_a_search_has_time_to_compile_the_loops():
   assert search.compiles_next
 
 
+class Counted:
+  """Stands for a `RepeatingStep` whose steps all leave rows over."""
+
+  compiles_next, settled, repeats, repeated = False, True, True, 0
+  compile = forget = lambda self, *args: None
+
+  def __call__(self, state, batch):
+    self.repeated += 1
+    return state, {"loss": 0.0, "repeated": self.repeated}, {}
+
+  begin = again = __call__
+
+
+def test_a_search_counts_the_repeated_steps_of_all_variants():
+  steps = StepVariants(lambda variant: Counted())
+  search = Search(steps, (Variant(), Variant(chunks=2)), rounds=2, say=lambda line: None)
+  count = lambda step: step(None, None)[1]["repeated"]
+  assert [count(search) for _ in range(4)] == [1, 2, 3, 4]
+  assert search.chosen is not None
+  assert [count(search.begin), count(search.again), count(search)] == [5, 6, 7]
+  assert search.repeated == 7
+
+
 # -- which program runs the next step --------------------------------------------------------------
 
 
@@ -268,6 +291,14 @@ def test_a_resumed_run_goes_on_with_the_program_that_was_at_work():
     ran = paced(pace, over[:stop])
     resumed.restore(json.loads(json.dumps(pace.state())))
     assert ran + paced(resumed, over[stop:]) == want
+
+
+def test_steps_that_measured_a_variant_are_forgotten():
+  _, step = made("repeat", TIGHT)
+  step.repeated = 3
+  paced(step.pace, [1, 1])
+  step.forget()
+  assert (step.repeated, step.pace.state()) == (0, Pace().state())
 
 
 def test_a_burst_that_comes_back_soon_has_to_calm_down_for_longer():

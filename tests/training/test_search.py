@@ -40,6 +40,7 @@ class FakeStep:
     self.waiting = None
 
   compiles_next = repeats = False
+  forget = lambda self: None
 
   @property
   def settled(self):
@@ -181,6 +182,20 @@ def test_changes_are_made_to_the_fastest_so_far():
   assert found.chosen == both
   medians = {variant: timing.median for variant, timing in found.timings().items()}
   assert medians == {tried[0]: 4, tried[1]: 3, tried[2]: 5, both: 2}
+
+
+def test_the_last_glance_at_a_candidate_may_compile_the_next_one():
+  found, _, _ = search({n: [1.0] * 20 for n in (1, 2)}, on_best=True, rounds=2, compiling=5.0)
+  found.compile(0, {})
+  took, said = [], []
+  while found.chosen is None:
+    said.append(found.compiles_next)
+    before = found._clock()
+    found(0, {})
+    took.append(found._clock() - before)
+  # A warm-up, three glances, of the second candidate too, then two rounds of both.
+  assert took == [1, 1, 1, 6] + [1] * 8
+  assert said == [True, False, False, True] * 2 + [False] * 4
 
 
 def test_candidates_compile_side_by_side():

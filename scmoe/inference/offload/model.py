@@ -38,11 +38,12 @@ class Offload:
 
   Attributes:
     prefill, decode: when experts are copied in each phase; None: they are always on the device.
-      Both must be None, or neither; only `named` checks this.
+      Both must be None, or neither.
     cache_size: number of experts of every pair that a device keeps between decoded tokens; 0: none.
 
   Raises:
-    ConfigError: an argument is of another type.
+    ConfigError: an argument is of another type, one phase alone is None, or `cache_size` is
+      negative.
   """
 
   prefill: Migration | None = None
@@ -54,6 +55,14 @@ class Offload:
       if getattr(self, name) is not None:
         check_type(name, getattr(self, name), Migration)
     check_type("cache_size", self.cache_size, int)
+    if self.cache_size < 0:
+      raise ConfigError(f"cache_size={self.cache_size} must be at least 0")
+    if (self.prefill is None) != (self.decode is None):
+      ways = ("none" if way is None else way.mode for way in (self.prefill, self.decode))
+      raise ConfigError(
+        f"offload={','.join(ways)}: prefill and decode need the experts in the same memory; use "
+        "none for both, or for neither"
+      )
 
   @staticmethod
   def named(prefill: str, decode: str, cache_size: int = 0, **options: Any) -> Offload:
@@ -72,11 +81,6 @@ class Offload:
     for name in (prefill, decode):
       if name not in WAYS:
         raise ConfigError(f"offload={name!r} is unknown; one of: {', '.join(WAYS)}")
-    if (prefill == "none") != (decode == "none"):
-      raise ConfigError(
-        f"offload={prefill},{decode}: prefill and decode need the experts in the same memory; use "
-        "none for both, or for neither"
-      )
     of = lambda name: None if name == "none" else Migration(name, **options)
     return Offload(of(prefill), of(decode), cache_size)
 

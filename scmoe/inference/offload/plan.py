@@ -186,14 +186,14 @@ def _check_host(needed: Needs, devices: int, budget: int) -> None:
 
 
 def bytes_of(text: str, name: str) -> int:
-  """The number of bytes that a text such as 8GiB, 500MB or 1048576 stands for.
+  """The number of bytes that a text such as 8GiB, 0.5GB or 1048576 stands for, rounded down.
 
   Args:
     text: a number with or without a unit.
     name: the option's name, for the message.
 
   Raises:
-    ConfigError: the text is not a positive size with a unit of `UNITS` or none.
+    ConfigError: the text is not a size of at least one byte with a unit of `UNITS` or none.
   """
   number = text.strip().rstrip("TGMKiB ")
   unit = text.strip()[len(number) :].strip()
@@ -201,8 +201,10 @@ def bytes_of(text: str, name: str) -> int:
     size = float(number) * UNITS[unit]
   except (ValueError, KeyError):
     size = 0.0
-  if size <= 0 or not math.isfinite(size):
-    raise ConfigError(f"{name}={text!r} is not a size; write it as 8GiB, 500MB or in bytes")
+  if size < 1 or not math.isfinite(size):  # callers read 0 bytes as no limit
+    raise ConfigError(
+      f"{name}={text!r} is not a size of at least one byte; write it as 8GiB, 500MB or in bytes"
+    )
   return int(size)
 
 

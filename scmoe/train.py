@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,8 +51,9 @@ from scmoe.run.opened import open_named
 from scmoe.run.programs import Programs
 from scmoe.run.start import set_up_jax
 from scmoe.run.summary import check_memory, header, out_of_memory
-from scmoe.run.teacher import check_tokenizer, load_teacher, open_teacher, remember_teacher
+from scmoe.run.teacher import Teacher, check_tokenizer, load_teacher, open_teacher, remember_teacher
 from scmoe.training import distributed, elastic
+from scmoe.training.compile_only import compile_only
 from scmoe.training.loop import Poll, Trainer
 from scmoe.training.restarts import supervise
 from scmoe.training.restore import FOLDER, list_steps, with_newest
@@ -90,8 +92,12 @@ def main(argv: list[str]) -> None:
       return print(to_json(dataclasses.replace(planned, mesh=run.mesh)), end="")
     return print(report(dry_run(planned), cluster))
   others = beside(run, values["beside"])
+  if values["compile_only"] and others:
+    raise ConfigError("--compile_only compiles one run's step; leave --beside out")
   with optional():
-    if others:
+    if values["compile_only"]:
+      compile_step(run, workdir)
+    elif others:
       train_seeds([(run, workdir), *others])
     else:
       train(run, workdir)
@@ -113,8 +119,8 @@ def supervised(argv: Sequence[str], values: dict[str, Any], run: RunConfig) -> i
   limit = values["restarts"]
   if values["elastic"]:
     command += ["--elastic=false"]
-    simulated = values["simulate"]
-    return elastic.supervise(member_of(run, folder, command, restarts=limit, simulated=simulated))
+    how = {"restarts": limit, "simulated": values["simulate"], "ahead": values["compile_ahead"]}
+    return elastic.supervise(member_of(run, folder, command, **how))
   return supervise(command, limit, lambda: max(list_steps(folder / FOLDER), default=0))
 
 
@@ -169,6 +175,22 @@ def train_seeds(runs: Sequence[tuple[RunConfig, Path]]) -> list[TrainState]:
   return states
 
 
+def compile_step(run: RunConfig, workdir: Path) -> None:
+  """Compiles the training step of a run for the devices that are here, and trains nothing.
+
+  Raises:
+    ConfigError: the sizes do not fit, or the devices cannot hold the training state.
+    ScmoeError: see `scmoe.training.compile_only.compile_only`.
+  """
+  start_jax(run)
+  begun = time.monotonic()
+  built, _ = build_here(run, workdir)
+  check_memory(built)
+  compile_only(built, workdir)
+  if distributed.is_first():
+    say(f"compiled in {time.monotonic() - begun:.0f} s, for a start on {built.run.mesh.words}")
+
+
 def start_jax(run: RunConfig) -> None:
   """Sets what jax has to know before it finds its devices, and joins the run's other processes."""
   set_up_jax(run)
@@ -189,6 +211,18 @@ class Prepared(NamedTuple):
       say(modality_of(self.built.run).result(self.data, self.workdir))
 
 
+def build_here(run: RunConfig, workdir: Path) -> tuple[build.Built, Teacher | None]:
+  """Builds a run, which is not resolved, for all processes and devices; opens its teacher."""
+  run = run.resolve(
+    num_devices=jax.device_count(),
+    vocab_size=build.vocab_size(run.data),
+    num_processes=jax.process_count(),
+  )
+  teacher = open_teacher(run, workdir, [*imports_of(run).values()])
+  run = with_base(run, workdir)
+  return build_training(run, teacher=teacher and teacher.run), teacher
+
+
 def prepare(run: RunConfig, workdir: Path, *, shown: bool = True) -> Prepared:
   """Opens a run's data, checks its sizes, and makes its `Trainer`.
 
@@ -198,15 +232,8 @@ def prepare(run: RunConfig, workdir: Path, *, shown: bool = True) -> Prepared:
     shown: whether the run prints its header.
   """
   unresolved = run
-  run = run.resolve(
-    num_devices=jax.device_count(),
-    vocab_size=build.vocab_size(run.data),
-    num_processes=jax.process_count(),
-  )
-  allowed = [*imports_of(run).values()]
-  teacher = open_teacher(run, workdir, allowed)
-  run = with_base(run, workdir)
-  built = build_training(run, teacher=teacher and teacher.run)
+  built, teacher = build_here(run, workdir)
+  run, allowed = built.run, [*imports_of(built.run).values()]
   taught = (teacher, built.teacher) if teacher and built.teacher else None
   modality = modality_of(run)
   places = {"process_index": jax.process_index(), "process_count": jax.process_count()}

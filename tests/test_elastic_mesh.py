@@ -158,6 +158,12 @@ def test_the_command_runs_as_a_member(tmp_path, monkeypatch):
   assert command[3:] == [*argv, "--restarts=0", "--elastic=false", "--config.mesh.data=4",
                          "--config.mesh.expert=1"]  # fmt: skip
   assert environment["SCMOE_PROCESS_ID"] == "0"
+  monkeypatch.setattr(elastic, "QuietChild", lambda *args: started.append(args))
+  member.launch.compile(Plan(1, (2,), ("a",), "127.0.0.1:7", 2, 1, ""), 0)
+  command, environment = started[1]
+  assert command[-3:] == ["--config.mesh.data=2", "--config.mesh.expert=1", "--compile_only"]
+  assert environment["SCMOE_NUM_PROCESSES"] == "1"
+  assert environment["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
   beat = tmp_path / "a" / "heartbeat" / "process_0.json"
   assert not member.launch.trains(7)
   beat.parent.mkdir()
@@ -170,6 +176,35 @@ def test_the_command_runs_as_a_member(tmp_path, monkeypatch):
   assert not member.launch.held()
   assert member.launch.trains(7)
   assert not member.launch.trains(8)
+
+
+@pytest.mark.parametrize(
+  ("environment", "want"),
+  [
+    ({}, True),
+    ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".90"}, True),
+    ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}, False),
+    ({"XLA_CLIENT_MEM_FRACTION": "0.95"}, False),
+    ({"XLA_CLIENT_MEM_FRACTION": ""}, True),
+  ],
+)
+def test_nothing_is_compiled_ahead_on_a_gpu_that_the_training_fills(environment, want, capsys):
+  assert elastic.leaves_room(environment) == want
+  said = capsys.readouterr().err
+  assert ("MEM_FRACTION=0.95 leaves a second process too little memory" in said) != want
+
+
+def test_the_step_is_compiled_and_nothing_is_trained(tmp_path, monkeypatch, capsys):
+  asked = []
+  monkeypatch.setattr(train, "compile_only", lambda built, workdir: asked.append((built, workdir)))
+  argv = ["--config=quickstart", "--smoke", "--compile_only", "--workdir", str(tmp_path / "a")]
+  train.main([*argv, "--config.mesh.data=4"])
+  ((built, workdir),) = asked
+  assert (built.run.mesh.data, workdir) == (4, tmp_path / "a")
+  assert "for a start on data 4 x expert 1 x tensor 1" in capsys.readouterr().out
+  assert not (tmp_path / "a").exists()
+  with pytest.raises(ConfigError, match="--compile_only compiles one run's step; leave --beside"):
+    train.main([*argv, f"--beside=1={tmp_path / 'b'}"])
 
 
 def test_mistakes_of_the_call(tmp_path):

@@ -110,6 +110,13 @@ TRAIN_FLAGS = (
     "take lost ones back (docs/reliability.md)",
   ),
   Flag(
+    "compile_ahead",
+    bool,
+    True,
+    "with --elastic: compile, beside the training, the step that the next lost process would need",
+  ),
+  Flag("compile_only", bool, False, "compile the step into the run's folder, then stop"),
+  Flag(
     "beside",
     str,
     "",

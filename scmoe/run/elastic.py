@@ -23,9 +23,10 @@ from scmoe.base.stored import StoredError, read_json
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
 from scmoe.run.config import RunConfig
+from scmoe.training.children import QuietChild, start_child
 from scmoe.training.distributed import VARIABLES, Cluster, find_cluster, is_loopback
-from scmoe.training.elastic import SILENT_SECONDS, Choice, Launch, Supervisor, start_child
-from scmoe.training.members import FOLDER, Plan
+from scmoe.training.elastic import SILENT_SECONDS, Launch, Supervisor
+from scmoe.training.members import FOLDER, Choice, Plan
 from scmoe.training.options import DistributedConfig
 from scmoe.training.restore import FOLDER as CHECKPOINTS
 from scmoe.training.restore import list_steps
@@ -33,6 +34,9 @@ from scmoe.training.vitals import heartbeat_file
 from scmoe.training.workdir import LOCK, owner_lives, prepare_workdir
 
 HOST = "SCMOE_HOST"  # name or address of this host, if others reach it by none of its own names
+# A share of a GPU's memory above which a training leaves a second process too little to compile.
+MOST_MEMORY = 0.9
+_QUIET = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # take a GPU's memory only as it is needed
 _COUNT = "import jax; print(jax.local_device_count())"
 _COUNT_SECONDS = 300.0
 
@@ -92,7 +96,13 @@ def _words(mesh: MeshConfig, used: int, most: int, refused: str) -> str:
 
 
 def member_of(
-  run: RunConfig, workdir: Path, command: Sequence[str], *, restarts: int, simulated: int
+  run: RunConfig,
+  workdir: Path,
+  command: Sequence[str],
+  *,
+  restarts: int,
+  simulated: int,
+  ahead: bool = True,
 ) -> Supervisor:
   """This process's member of an elastic run.
 
@@ -102,6 +112,7 @@ def member_of(
     command: trains; flags for the mesh are appended.
     restarts: most restarts in a row without a later checkpoint.
     simulated: devices to simulate; 0: those of the machine.
+    ahead: whether the step for the mesh after the next loss is compiled beside the training.
 
   Raises:
     ConfigError: the run has one process only, or a part of the coordinator's address is wrong.
@@ -117,6 +128,11 @@ def member_of(
   folder = prepare_workdir(workdir) / FOLDER
   folder.mkdir(exist_ok=True)
   given = run.distributed != DistributedConfig(heartbeat_seconds=run.distributed.heartbeat_seconds)
+
+  def compiling(plan: Plan, index: int) -> QuietChild:
+    only = [*command, *flags(plan, given), "--compile_only"]
+    return QuietChild(only, variables(plan, index) | _QUIET)
+
   launch = Launch(
     choose=functools.cache(functools.partial(choose_mesh, run, most=cluster.num_processes)),
     start=lambda plan, index: start_child([*command, *flags(plan, given)], variables(plan, index)),
@@ -125,6 +141,7 @@ def member_of(
     release=lambda: (workdir / LOCK).unlink(missing_ok=True),
     held=lambda: owner_lives(workdir / LOCK),
     count=functools.partial(begin_count, simulated),
+    compile=compiling if ahead and leaves_room() else None,
   )
   return Supervisor(
     folder,
@@ -136,6 +153,23 @@ def member_of(
     restarts=restarts,
     silent=min(SILENT_SECONDS, run.distributed.heartbeat_seconds),
   )
+
+
+def leaves_room(environment: Mapping[str, str] = os.environ) -> bool:
+  """Whether the training leaves memory of each GPU to a second process; says so if it does not.
+
+  XLA measures kernels as it compiles, on arrays of their size. A GPU without memory for these would
+  fail the compilation, or the next program that the training loads.
+  """
+  for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+    with contextlib.suppress(ValueError):
+      if float(environment.get(name, "0")) > MOST_MEMORY:
+        warn(
+          f"elastic: nothing is compiled ahead: {name}={environment[name]} leaves a second process "
+          f"too little memory; at most {MOST_MEMORY} would do"
+        )
+        return False
+  return True
 
 
 def flags(plan: Plan, given: bool) -> list[str]:
@@ -179,11 +213,10 @@ def count_devices(simulated: int) -> int:
   """
   if simulated:
     return simulated
-  quiet = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
   command = [sys.executable, "-c", _COUNT]
   try:
     done = subprocess.run(
-      command, capture_output=True, text=True, env=os.environ | quiet, timeout=_COUNT_SECONDS
+      command, capture_output=True, text=True, env=os.environ | _QUIET, timeout=_COUNT_SECONDS
     )
   except subprocess.TimeoutExpired:
     raise Unavailable(

@@ -14,19 +14,17 @@ recoverable tasks (experiments/LOG.md), and process 0's death ends jax's coordin
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import secrets
 import signal
-import socket
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from scmoe.base.errors import GAVE_UP_EXIT, WATCHDOG_EXIT, ConfigError, Preempted, Unavailable
 from scmoe.base.output import warn
+from scmoe.training.ahead import Ahead, Compilation, Quiet
+from scmoe.training.children import Child, free_port
 from scmoe.training.members import (
   COUNTING,
   DEATHS,
@@ -35,6 +33,7 @@ from scmoe.training.members import (
   REGROUP,
   RUNNING,
   WAITING,
+  Choice,
   Member,
   Others,
   Plan,
@@ -56,38 +55,6 @@ _BEAT_SECONDS = 1.0
 _PEER_SECONDS = 3.0  # for a child to end by itself after a peer's child, or the peer, has died
 # The same after a peer has ended with an error for good, which the members of a turn do together.
 _ENDED_SECONDS = 60.0
-_KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
-
-
-class Child(Protocol):
-  """The training command: a `subprocess.Popen`, or a test's stand-in."""
-
-  pid: int
-
-  def poll(self) -> int | None:
-    """The exit code, negative for a signal; None while the command runs."""
-    ...
-
-  def wait(self) -> int:
-    """The exit code, once the command has ended."""
-    ...
-
-  def kill(self) -> None:
-    """Ends the command at once."""
-    ...
-
-  def send_signal(self, sig: int, /) -> None:
-    """Sends a signal to the command."""
-    ...
-
-
-class Choice(NamedTuple):
-  """The mesh for some processes: how many of them train, two axes' sizes, and a text for people."""
-
-  processes: int
-  data: int
-  expert: int
-  words: str
 
 
 class Launch(NamedTuple):
@@ -103,6 +70,8 @@ class Launch(NamedTuple):
     held: returns True while the process that the run's lock file names may live.
     count: begins to count this host's devices; what it returns gives their number once they are
       counted, 0 if there are none, and None before.
+    compile: (plan, number of this process in it) -> a command beside the training that compiles
+      the plan's step; None: nothing is compiled ahead (`scmoe.training.ahead`).
   """
 
   choose: Callable[[int, int], Choice]
@@ -112,6 +81,7 @@ class Launch(NamedTuple):
   release: Callable[[], None]
   held: Callable[[], bool]
   count: Callable[[], Callable[[], int | None]]
+  compile: Callable[[Plan, int], Quiet] | None = None
 
 
 class Supervisor:
@@ -152,6 +122,8 @@ class Supervisor:
     self._left = self.latest
     self.me = Member(number, secrets.token_hex(8), WAITING, 0, host, devices)
     self.others = Others(folder, number, count, silent, clock)
+    how = Compilation(launch.choose, launch.trains, launch.compile)
+    self.ahead = Ahead(folder, how, clock)
     self._written = -_BEAT_SECONDS
     self._resumes_at = 0.0
     self._used = self._died_at = 0  # restarts in a row; step of the checkpoint at the last one
@@ -172,6 +144,8 @@ class Supervisor:
     if found is not None and found.turn >= self.latest.turn:
       self.latest = found
     code = self._wait() if self.child is None else self._watch(self.child)
+    if self.child is None:
+      self.ahead.stop()
     if code is not None:
       self.tell(state=ENDED, code=code)
     return code
@@ -292,7 +266,7 @@ class Supervisor:
     tokens = tuple(member.token for member in able[: choice.processes])
     if self.latest.turn and any(member.turn for member in alive):
       self.launch.release()
-    host, port = self.me.host, _free_port()
+    host, port = self.me.host, free_port()
     turn = 1 + max(self.latest.turn, *(member.turn for member in alive))
     self.latest = Plan(
       turn, chosen, tokens, f"{host}:{port}", choice.data, choice.expert, choice.words[:1000]
@@ -339,6 +313,9 @@ class Supervisor:
       warn("elastic: a process has come back: saving, to go on with it")
       self.tell(asks=REGROUP)
       child.send_signal(signal.SIGTERM)
+    if not why and not self.me.asks:
+      there = usable_of([self.me, *self.others.alive()])
+      self.ahead.tick(self.plan, self.me, child.pid, len(there))
     return None
 
   def _problem(self) -> tuple[str, float]:
@@ -445,31 +422,8 @@ def supervise(member: Supervisor) -> int:
       time.sleep(_TICK_SECONDS)
     return code
   finally:
+    member.ahead.stop()
     if member.child is not None:
       member.child.kill()
     for number, handler in before.items():
       signal.signal(number, handler)
-
-
-def start_child(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-  """Starts a command; on Linux the kernel ends it when this process dies.
-
-  Args:
-    command: program and arguments.
-    variables: of the environment, in addition to this process's.
-  """
-  prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
-
-  def prepare() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # this process ignores it; the child must not
-    if prctl is not None:
-      prctl(_KILL_WITH_PARENT, signal.SIGKILL)
-
-  return subprocess.Popen(command, env=os.environ | dict(variables), preexec_fn=prepare)
-
-
-def _free_port() -> int:
-  """A port that is free on this host, where the first member's command will listen."""
-  with socket.socket() as probe:
-    probe.bind(("", 0))
-    return probe.getsockname()[1]

@@ -172,6 +172,7 @@ def fastest_step(
   collect: Collect = latencies,
   say: Callable[[str], None] = print,
   same_transport: bool = False,
+  measures: bool = True,
 ) -> GuidedStep | Search:
   """Makes the configured step or, with `overlap.schedule=auto` or `train.tune`, the fastest one.
 
@@ -193,6 +194,7 @@ def fastest_step(
     gpu, collect, say: see `GuidedStep`.
     same_transport: leave out candidates that change `dispatch.transport`, so that steps of several
       wirings can be compared.
+    measures: False: if no decision was kept, the step is that of the run as configured.
 
   Raises:
     ConfigError: `train.tune` is malformed, or a candidate that is measured here does not fit the
@@ -223,6 +225,8 @@ def fastest_step(
     else:
       say(f"schedule: {chosen}, as an earlier start chose ({decisions.file})")
       return known
+  if not measures:
+    return steps.step(Variant())
   if searches:
     found: dict[str, Any] = {}
     proposed = _on_a_cut(make, candidates, found.update)

@@ -53,6 +53,23 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
   return [f"{number:08x}" for number, _ in ordered], [good for _, good in ordered]
 
 
+def compile_survey(leaves: list[Any]) -> None:
+  """Compiles what `survey` of such arrays runs on their devices, for jax's compilation cache.
+
+  Args:
+    leaves: `jax.ShapeDtypeStruct`s with shardings, in the order of the arrays.
+  """
+  if rest := [_on_device(x) for x in leaves if not _is_walked(x)]:
+    _survey.lower(rest).compile()
+
+
+def _on_device(x: Any) -> Any:
+  """The `jax.ShapeDtypeStruct` of the copy that `to_device` makes of such an array."""
+  if not lies_on_host(x):
+    return x
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("device"))
+
+
 # -- large arrays on a CPU, and arrays in the host's memory ----------------------------------------
 # On a CPU, XLA writes the mixed words to memory before it adds them: twice the size of a bfloat16
 # array. That takes ten times as long as a loop over blocks that stay in registers, so large arrays
@@ -92,13 +109,14 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
   return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _is_walked(leaf: Array) -> bool:
+def _is_walked(leaf: Any) -> bool:
+  """Whether the host reads an array; `leaf` is one, or its `jax.ShapeDtypeStruct`."""
   kind = str(leaf.dtype)
   away = lies_on_host(leaf) and leaf.ndim > 0
   if (leaf.size < _WALKED and not away) or not (kind in _EXPONENTS or kind in _INTEGERS):
     return False
-  on_cpu = {d.platform for d in leaf.devices()} == {"cpu"}
-  return away or (on_cpu and leaf.is_fully_addressable)
+  on_cpu = {d.platform for d in leaf.sharding.device_set} == {"cpu"}
+  return away or (on_cpu and leaf.sharding.is_fully_addressable)
 
 
 def _walked(leaf: Array) -> tuple[int, bool]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+import jax
+
 from scmoe.base.batch import Batch
+from scmoe.parallel.mesh import batch_sharding
 from scmoe.training.fastest import Searchable
 from scmoe.training.options import CheckpointConfig
 
@@ -60,3 +63,10 @@ class Trainable(Searchable, Protocol):
   def flops_per_token(self, figures: Mapping[str, Any]) -> float:
     """Training FLOPs of a token in a step with these figures; 0: unknown, no MFU."""
     ...
+
+
+def abstract_batch(built: Trainable) -> Any:
+  """One step's batch as `jax.ShapeDtypeStruct`s with shardings."""
+  sharding = batch_sharding(built.mesh, leading=1)
+  place = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)
+  return jax.tree.map(place, built.batch_shapes)

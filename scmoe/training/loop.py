@@ -31,7 +31,7 @@ from scmoe.training.description import WEIGHTS_ONLY, misfit
 from scmoe.training.distributed import OnFirst, first_decides, is_first
 from scmoe.training.failure import REPLAY, not_finite, write_replay
 from scmoe.training.fastest import fastest_step
-from scmoe.training.interfaces import Data, Trainable
+from scmoe.training.interfaces import Data, Trainable, abstract_batch
 from scmoe.training.journal import Journal
 from scmoe.training.results import Reported, Results
 from scmoe.training.resume import architecture, check_config, check_data
@@ -112,7 +112,7 @@ class Trainer:
         run.start()
         if run.step < train.steps and not run.interrupted() and not run.prepared:
           with run.preparing():
-            run.step_fn.compile(run.abstract, run.abstract_batch)
+            run.step_fn.compile(run.abstract, abstract_batch(run.built))
         while run.step < train.steps and not run.interrupted():
           run.one_step()
           if run.due(self.built.checkpoint.every):
@@ -191,12 +191,6 @@ class Run:
     self.journal = Journal(built, workdir, self.tokens_per_step, label)
     self.step_fn = fastest_step(built, self.abstract, workdir, say=self.journal.say)
 
-  @property
-  def abstract_batch(self) -> Any:
-    """One step's batch as `jax.ShapeDtypeStruct`s with shardings."""
-    place = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.batch_sharding)
-    return jax.tree.map(place, self.built.batch_shapes)
-
   # -- beginning and end of the run -------------------------------------------------------------
 
   def start(self) -> None:
@@ -271,7 +265,7 @@ class Run:
   def compile_early(self) -> None:
     """Compiles the training step while the checkpoint's arrays are read."""
     with self.preparing():
-      self.step_fn.compile(self.abstract, self.abstract_batch)
+      self.step_fn.compile(self.abstract, abstract_batch(self.built))
 
   def _introduce(self, origin: str) -> None:
     """Prints what the run is (once), and where it begins."""

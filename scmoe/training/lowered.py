@@ -38,6 +38,8 @@ _DIGEST = 32
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Environment variables that change what jax, Mosaic or XLA make of a jaxpr.
 _RELEVANT = ("XLA_", "JAX_", "MOSAIC_", "LIBTPU_", "NVIDIA_TF32_OVERRIDE")
+# These say how much memory jax takes and when, which changes no program.
+_OF_MEMORY = ("XLA_PYTHON_CLIENT_", "XLA_CLIENT_")
 
 
 def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
@@ -100,13 +102,18 @@ def _key(traced: Any) -> str:
     f"{traced.args_info} {compiler_options(traced)}",
     _sources(),
     f"{jax.__version__} {jaxlib.__version__} {jax.devices()[0].device_kind}",
-    repr(sorted(item for item in os.environ.items() if item[0].startswith(_RELEVANT))),
+    repr(sorted(item for item in os.environ.items() if _changes(item[0]))),
     repr(sorted((name, str(value)) for name, value in jax.config.values.items() if _shapes(name))),
   ):
     digest.update(part.encode() + b"\0")
   for value in traced.jaxpr.consts:
     digest.update(np.asarray(value).tobytes() if hasattr(value, "dtype") else repr(value).encode())
   return digest.hexdigest()[:32]
+
+
+def _changes(variable: str) -> bool:
+  """Whether an environment variable with this name may change a program."""
+  return variable.startswith(_RELEVANT) and not variable.startswith(_OF_MEMORY)
 
 
 def _shapes(name: str) -> bool:

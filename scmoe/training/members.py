@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from scmoe.base.stored import StoredError, read_json
 
 FOLDER = "elastic"
-PLAN = "plan.json"
+PLAN, AHEAD = "plan.json", "ahead.json"
 WAITING, COUNTING, RUNNING, ENDED = "waiting", "counting", "running", "ended"
 REGROUP, LEAVE = "regroup", "leave"
 DEATHS = 2  # after so many deaths in a row a member's host counts as at fault
@@ -68,6 +68,15 @@ class Member(NamedTuple):
     return self.deaths >= DEATHS
 
 
+class Choice(NamedTuple):
+  """The mesh for some processes: how many of them train, two axes' sizes, and a text for people."""
+
+  processes: int
+  data: int
+  expert: int
+  words: str
+
+
 class Plan(NamedTuple):
   """The members that train in a turn, and their mesh.
 
@@ -107,9 +116,9 @@ def read_member(folder: Path, number: int) -> Member | None:
   return Member(**{name: found[name] for name in Member._fields}) if found else None
 
 
-def read_plan(folder: Path) -> Plan | None:
-  """The newest plan; None if there is none or its file is not whole."""
-  found = _read(folder / PLAN, _PLAN)
+def read_plan(folder: Path, name: str = PLAN) -> Plan | None:
+  """The plan in a file of the folder; None if there is none or the file is not whole."""
+  found = _read(folder / name, _PLAN)
   if not found:
     return None
   values = {name: found[name] for name in Plan._fields}

@@ -1,11 +1,13 @@
 """A second start loads what the first one compiled, and computes the same bits."""
 
+import shutil
 from collections import Counter
 
 import jax
 import pytest
 from training_fakes import bits, trainer
 
+from scmoe.training.compile_only import compile_only
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.options import CheckpointConfig
 
@@ -52,6 +54,31 @@ def test_a_second_start_compiles_no_step_and_goes_on_bitwise(
   (step,) = (run / PROGRAMS).rglob("jit_local_step-*-cache")  # the same program, found again
   assert step.stat().st_size > 0
   assert jax.config.jax_compilation_cache_dir is None, "what a run sets ends with it"
+
+
+def test_a_resumed_run_finds_what_was_compiled_for_it(
+  mesh8, tmp_path, no_cache, requests, monkeypatch
+):
+  """The first start leaves no program, as a run leaves none for a mesh that it has not used."""
+  monkeypatch.setattr("scmoe.training.compiled._WORTH", 0.0)
+  run, how = tmp_path / "run", {"checkpoint": CheckpointConfig(every=2), "steps": 4}
+  with pytest.raises(Exception, match="stopped at step 2"):
+    trainer(mesh8, run, stop_after=2, **how).run()
+  shutil.rmtree(run / PROGRAMS)
+  before = {path for path in run.rglob("*") if path.is_file()}
+  jax.clear_caches()
+  requests.clear()
+  compile_only(trainer(mesh8, run, **how).built, run)
+  assert requests["cache_hits"] == 0
+  assert {path for path in run.rglob("*") if path.is_file()} >= before, "nothing else is touched"
+  programs = lambda: Counter(f.name.partition("-")[0] for f in (run / PROGRAMS).rglob("*-cache"))
+  compiled = programs()
+  assert (compiled["jit__survey"], compiled["jit_local_step"]) == (1, 1)
+  jax.clear_caches()
+  requests.clear()
+  trainer(mesh8, run, **how).run()
+  assert requests["cache_hits"] >= 2
+  assert (programs()["jit__survey"], programs()["jit_local_step"]) == (1, 1)
 
 
 def test_a_cache_that_is_set_stays(tmp_path, no_cache):

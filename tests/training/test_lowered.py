@@ -54,6 +54,7 @@ def test_second_start_does_not_lower(kept, monkeypatch):
   first = run(step, args)
   assert len(kept()) == 1
   monkeypatch.setattr(lowered, "_exported", lambda *_: pytest.fail("lowered again"))
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # how much memory, and when
   step, args = step_of()
   second = run(step, args)
   for found in (first, second):

@@ -84,9 +84,10 @@ def step_on(mesh, count, reference=True, **options):
   return built, *one_step(built, batch_of(count), given)
 
 
-@pytest.fixture(scope="module")
-def alone():
-  return step_on(ONE, 2)
+@functools.cache
+def alone(count):
+  """A step of `count` microbatches on one device."""
+  return step_on(ONE, count)
 
 
 def answers_of(batch):
@@ -101,9 +102,9 @@ def answers_of(batch):
       yield masks
 
 
-def plain(built, before, reference=True):
+def plain(built, before, reference=True, count=1):
   """Loss, gradients and the rewards of each pair, in float64 from the scores of all tokens."""
-  batches = [jax.tree.map(lambda x, i=i: x[i], batch_of(2)) for i in range(2)]
+  batches = [jax.tree.map(lambda x, i=i: x[i], batch_of(count)) for i in range(count)]
   pairs = sum(len(list(answers_of(batch))) for batch in batches)
 
   def logprobs(model, batch, **options):
@@ -135,10 +136,12 @@ def plain(built, before, reference=True):
   return sum(float(loss) for (loss, _), _ in found), grads, rewards
 
 
-@pytest.mark.parametrize("reference", [True, night(False)])
-def test_the_plain_loss_of_every_pair(reference):
+@pytest.mark.parametrize(
+  ("reference", "count"), [(True, 1), night(True, 2), night(False, 2)]
+)
+def test_the_plain_loss_of_every_pair(reference, count):
   """Without the routers' losses, so that gradients are those of the pairs alone."""
-  run = run_of(tokens_per_step=128)
+  run = run_of(tokens_per_step=count * 64)
   quiet = dataclasses.replace(run.router, balance_loss=0.0, z_loss=0.0)
   free = {} if reference else {"teacher": "", "reference_free": True}
   run = dataclasses.replace(run, router=quiet, train=dataclasses.replace(run.train, **free))
@@ -149,13 +152,15 @@ def test_the_plain_loss_of_every_pair(reference):
     state = dataclasses.replace(state, teacher=second_arrays(built.teacher))
     objective = objective.taught(state.teacher)
   with jax.enable_x64(True):
-    loss, grads, rewards = plain(built, jax.device_get(state), reference)
+    loss, grads, rewards = plain(built, jax.device_get(state), reference, count)
 
   def ours(params):
-    batches = [jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), batch_of(2)) for i in range(2)]
-    terms, sums = objective.losses([params] * 2, router={}, batches=batches, rngs=[None, None])
+    batches = [jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), batch_of(count))
+               for i in range(count)]  # fmt: skip
+    given = {"batches": batches, "rngs": [None] * count}
+    terms, sums = objective.losses([params] * count, router={}, **given)
     pairs = sum(s.preference["pairs"] for s in sums)
-    return sum(t["pairs"] for t in terms) / pairs, jax.tree.map(lambda a, b: a + b, *sums)
+    return sum(t["pairs"] for t in terms) / pairs, jax.tree.map(lambda *s: sum(s), *sums)
 
   (found, aux), found_grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(state.params)
   np.testing.assert_allclose(found, loss, rtol=1e-5)
@@ -190,17 +195,18 @@ def test_a_model_that_is_its_reference_has_no_margin():
 
 
 @pytest.mark.parametrize(
-  ("sizes", "shared"),
-  [night((2, 2, 1), "none"), night((1, 2, 2), "none"), night((2, 2, 1), "moments"),
-   ((2, 2, 1), "parameters")],
+  ("sizes", "shared", "count"),
+  [night((2, 2, 1), "none", 2), night((1, 2, 2), "none", 2), night((2, 2, 1), "moments", 2),
+   night((2, 2, 1), "parameters", 2), ((2, 2, 1), "parameters", 1)],
 )  # fmt: skip
-def test_a_mesh_learns_the_same(alone, sizes, shared):
+def test_a_mesh_learns_the_same(sizes, shared, count):
   """Also where data ranks share the state; the reference is whole on each of them."""
-  _, _, state, scalars = step_on(MeshConfig(*sizes, shard_state=shared), 2)
+  _, _, state, scalars = step_on(MeshConfig(*sizes, shard_state=shared), count)
+  _, _, want, wanted = alone(count)
   for name in ("objective", "cross_entropy", "reward_margin", "reward_accuracy", "grad_norm"):
-    np.testing.assert_allclose(scalars[name], alone[3][name], rtol=5e-5, err_msg=name)
+    np.testing.assert_allclose(scalars[name], wanted[name], rtol=5e-5, err_msg=name)
   close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5)
-  jax.tree.map(close, state.params, alone[2].params)
+  jax.tree.map(close, state.params, want.params)
 
 
 @pytest.mark.parametrize(

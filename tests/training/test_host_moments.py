@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
+from drawn import drawn_init
 from jax.sharding import NamedSharding
 
 from scmoe.base.errors import ConfigError
@@ -58,7 +60,7 @@ CLIPPED = OptimizerConfig(
 
 
 def built(
-  place, ahead=1, mode="moments", data=2, optimizer=CLIPPED, rows=ROWS // 2, layers=MODEL.num_layers
+  place, ahead=1, mode="moments", data=2, optimizer=CLIPPED, rows=ROWS, layers=MODEL.num_layers
 ):
   """A run of `ROWS` rows a step, `rows` in a microbatch, on data x expert=2 devices."""
   mesh = MeshConfig(data, 2, 1, shard_state=mode, moments_ahead=ahead, **PLACES[place])
@@ -71,22 +73,26 @@ def built(
 
 
 @functools.cache
-def step_of(place):
+def step_of(place, rows):
   """(the run, its compiled step, one batch)."""
-  own = built(place)
+  own = built(place, rows=rows)
   step = make_train_step(own.objective, own.optimizer, own.abstract_state(), compiler_options=EXACT)
   return own, step, jax.device_put(own.random_batch(), batch_sharding(own.mesh, leading=1))
 
 
-@functools.cache
-def stepped(place, stored=-1):
+def stepped(place, stored=-1, rows=ROWS):
   """(the run, its state after `STEPS` steps, whether each step was good).
 
   Step `stored` begins from the state that a checkpoint would hold.
   """
-  own, step, batch = step_of(place)
+  return once_stepped(place, stored, rows)
+
+
+@functools.cache
+def once_stepped(place, stored, rows):
+  own, step, batch = step_of(place, rows)
   abstract = own.abstract_state()
-  state, good = init_state(own.init, own.optimizer, 0, abstract), []
+  state, good = init_state(drawn_init(own), own.optimizer, 0, abstract), []
   for number in range(STEPS):
     if number == stored:
       state = state.for_checkpoint().like(abstract).placed(abstract)
@@ -107,11 +113,16 @@ def named_bits(tree):
   return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
+# A second microbatch doubles a program.
+MICROBATCHES = [ROWS, night(ROWS // 2)]
+
+
+@pytest.mark.parametrize("rows", MICROBATCHES)
 @pytest.mark.parametrize("place", ["host", "part"])
-def test_the_steps_are_the_same_bit_for_bit(place):
-  """With two microbatches, clipping, a skipped step, an average and moments that ranks share."""
-  own, state, good = stepped(place)
-  _, want, same = stepped("device")
+def test_the_steps_are_the_same_bit_for_bit(place, rows):
+  """With clipping, a skipped step, an average and moments that ranks share."""
+  own, state, good = stepped(place, rows=rows)
+  _, want, same = stepped("device", rows=rows)
   assert good == same == [number != BAD for number in range(STEPS)]
   got = named_bits(state.for_checkpoint())
   assert got == named_bits(want.for_checkpoint())
@@ -134,14 +145,15 @@ def test_the_last_layers_of_a_stack_may_stay_on_the_device():
   assert dry_run(more).away == plan.away
 
 
-def test_the_host_computes_the_same_update():
+@pytest.mark.parametrize("rows", MICROBATCHES)
+def test_the_host_computes_the_same_update(rows):
   """XLA orders the sums of a gradient otherwise if the gradient leaves the program.
 
   So float32 numbers may differ in their last bits, and a moment may be rounded to the next
   bfloat16.
   """
-  _, state, good = stepped("computed")
-  _, want, same = stepped("device")
+  _, state, good = stepped("computed", rows=rows)
+  _, want, same = stepped("device", rows=rows)
   assert good == same
   pairs = zip(*(jax.tree.leaves(x.for_checkpoint()) for x in (state, want)), strict=True)
   for x, right in pairs:
@@ -156,7 +168,7 @@ def test_the_host_computes_the_same_update():
 
 def test_a_run_whose_host_computes_goes_on_bit_for_bit():
   """From a checkpoint, whose arrays lie in pinned memory, and without gradients sent ahead."""
-  _, step, _ = step_of("computed")
+  _, step, _ = step_of("computed", ROWS)
   want = named_bits(stepped("computed")[1].for_checkpoint())
   step.ahead = 0
   assert named_bits(stepped("computed", stored=2)[1].for_checkpoint()) == want

@@ -109,8 +109,9 @@ COMBINED = [
   for model, mode, microbatches in itertools.product(MODELS, ("moments", "parameters"), (1, 2))
   for remat in (("full", "none") if mode == "parameters" else ("none",))
 ]
-# Each value of mode and remat; one microbatch below, "first pair" and "halves".
-COMBINED_BY_DAY = [("pos2", "moments", 2, "none"), ("pos2", "parameters", 2, "full")]
+# By day shared parameters of two microbatches, with other options, below; one microbatch: "first
+# pair" and whole steps.
+COMBINED_BY_DAY = [("pos2", "moments", 2, "none")]
 
 
 @pytest.mark.parametrize(
@@ -153,13 +154,14 @@ def test_bfloat16_gradients_agree_within_their_noise():
 
 
 @pytest.mark.parametrize(
-  "sharing",
-  [night({"gather_again": False}), night({"bucket_bytes": 0}),
-   {"gather_again": False, "bucket_bytes": 0}],
+  ("remat", "sharing"),
+  [night("none", {"gather_again": False}), night("none", {"bucket_bytes": 0}),
+   night("none", {"gather_again": False, "bucket_bytes": 0}),
+   ("full", {"gather_again": False, "bucket_bytes": 0})],
   ids=str,
 )  # fmt: skip
-def test_what_is_kept_and_how_it_is_packed_change_no_gradient(sharing):
-  assert_same(gradients("parameters", "pos2", 2, **sharing), gradients("none", "pos2", 2))
+def test_what_is_kept_and_how_it_is_packed_change_no_gradient(remat, sharing):
+  assert_same(gradients("parameters", "pos2", 2, remat, **sharing), gradients("none", "pos2", 2))
 
 
 # -- whole steps -----------------------------------------------------------------------------------
@@ -196,9 +198,10 @@ def stepped(mode, name):
   return own, state, found
 
 
-# What is compiled by day: each way to share. Muon on several devices by day: test_muon.py; loss
-# scaling: test_loss_scale.py.
-BY_DAY = {("clipped", "parameters"), ("halves", "moments")}
+# What is compiled by day: each way to share. By day elsewhere: Muon on several devices in
+# test_muon.py, loss scaling in test_loss_scale.py, halves in test_masters.py and, with moments that
+# ranks share, in test_host_moments.py.
+BY_DAY = {("clipped", "parameters"), ("clipped", "moments")}
 
 
 def by_day(*case):
@@ -344,7 +347,8 @@ def collectives(mode, **sharing):
   return {name: text.count(f"stablehlo.{name}") for name in names}
 
 
-def test_small_arrays_travel_together():
+@pytest.mark.parametrize("which", ["by mode", night("by option")])
+def test_small_arrays_travel_together(which):
   """A bucket for the float32 arrays of a pair (all, in this model), one for those beside pairs."""
   own = built("parameters")
   dimensions = jax.tree_util.tree_leaves_with_path(own.optimizer.shares.dimensions)
@@ -355,12 +359,15 @@ def test_small_arrays_travel_together():
   assert beside > 2
   # Forward and backward pass gather a pair; the exchange gathers its counts of rows, too.
   counts = collectives("none")["all_gather"]
-  assert collectives("parameters") == {"all_gather": 2 * 1 + 1 + counts, "reduce_scatter": 1 + 1}
+  if which == "by mode":
+    shared = collectives("parameters")
+    assert shared == {"all_gather": 2 * 1 + 1 + counts, "reduce_scatter": 1 + 1}
+    assert collectives("moments") == {"all_gather": 1 + counts, "reduce_scatter": 1 + 1}
+    return
   kept = collectives("parameters", gather_again=False)
   assert kept == {"all_gather": 1 + 1 + counts, "reduce_scatter": 1 + 1}
   alone = collectives("parameters", bucket_bytes=0, gather_again=False)
   assert alone == {"all_gather": pairs + beside + counts, "reduce_scatter": pairs + beside}
-  assert collectives("moments") == {"all_gather": 1 + counts, "reduce_scatter": 1 + 1}
 
 
 @pytest.mark.parametrize("again", [True, False])

@@ -124,10 +124,10 @@ def run_of(name: str, mesh: MeshConfig = MeshConfig(data=1, expert=1)) -> RunCon
   return run.resolve(num_devices=mesh.size, vocab_size=VOCAB)
 
 
-def write_run(run: RunConfig, workdir: Path, step: int = 3) -> dict[str, Any]:
+def write_run(run: RunConfig, workdir: Path, step: int = 3, seed: int = 0) -> dict[str, Any]:
   """Stores a run with random values in every parameter and bias; returns its state."""
   built = build(run, jax.devices()[: run.mesh.size])
-  draw = np.random.default_rng(0).normal
+  draw = np.random.default_rng(seed).normal
 
   def filled(path: Any, x: Any) -> Any:
     value = draw(size=x.shape) * 0.3

@@ -28,8 +28,8 @@ BY_DAY = set(zip(config_names(), itertools.cycle(WIRINGS)))
 # `finetune_small`, test_teacher.py, test_vision.py, `longcat_flash_small`, test_sequence_axis.py.
 RUN_BY_NIGHT = {"gpt2_moe_small", "gpt3_moe_xl", "finetune_lora", "distillation", "cifar10_swin"}
 RUN_BY_NIGHT |= {"gpt_moe_1t", "longcat_flash", "deepseek_v3"}
-# Wirings that others are made of; by day test_wirings.py has the gradients of all.
-WIRED_BY_DAY = {"", "dense", "top2", "shared_expert", "scmoe_pos2", "dgmoe_share", "farskip"}
+# With a shortcut and without an MoE; by day test_wirings.py has the gradients of all wirings.
+WIRED_BY_DAY = {"", "dense", "scmoe_pos2"}
 
 
 @functools.cache

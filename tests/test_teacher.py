@@ -9,10 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from leaving import write_run
 
 from scmoe import convert, evaluate, train
 from scmoe.base.errors import CheckpointError, ConfigError, DataError, Preempted
 from scmoe.run import adapters, opened
+from scmoe.run.build import vocab_size
 from scmoe.run.opened import open_run
 from scmoe.run.teacher import PINNED, open_teacher
 from scmoe.training.metrics import read_metrics
@@ -28,13 +30,20 @@ def run(workdir, *argv):
   train.main([*QUICK, f"--workdir={workdir}", *argv])
 
 
+def write_teacher(workdir, step):
+  many = (*QUICK, "--config.model.num_experts=8", "--config.router.bias=sign")
+  values, given = train.parse([*many], train.TRAIN_FLAGS, with_fields=True)
+  run = train.run_config(values, given)
+  write_run(run.resolve(num_devices=1, vocab_size=vocab_size(run.data)), workdir, step, seed=step)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-  """A teacher with four times the student's experts, after steps 2 and 4."""
+  """A teacher with four times the student's experts, and random weights as of steps 2 and 4."""
   jax.config.update("jax_disable_most_optimizations", True)
   root = tmp_path_factory.mktemp("taught")
-  many = ("--config.model.num_experts=8", "--config.router.bias=sign", "--config.train.steps=4")
-  run(root / "teacher", *many, "--config.checkpoint.every=2")
+  for step in (2, 4):
+    write_teacher(root / "teacher", step)
   yield root
   jax.config.update("jax_disable_most_optimizations", False)
 
@@ -77,8 +86,7 @@ def test_a_resumed_student_is_bitwise_the_same_and_keeps_its_teacher(root, whole
   aside = root / "later"
   with pytest.raises(Preempted):
     run(root / "halves", *taught, "--config.train.stop_after=2")
-  many = ("--config.model.num_experts=8", "--config.router.bias=sign", "--config.train.steps=6")
-  run(teacher, *many)
+  write_teacher(teacher, 6)
   assert list_steps(teacher / "checkpoints")[-1] == 6
   run(root / "halves", *taught)
   jax.tree.map(np.testing.assert_array_equal, parameters(root / "halves"), parameters(whole))

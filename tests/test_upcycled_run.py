@@ -90,9 +90,9 @@ def test_another_wiring_keeps_what_the_map_says(root, capsys):
   assert (model.mix, model.shortcut_norm, model.top_k) == ("direct", "own", 2)
 
 
-@pytest.mark.parametrize("compared", [False, night(True)], ids=["alone", "with the whole"])
+@pytest.mark.parametrize("compared", [False, night(True)], ids=["whole", "resumed and compared"])
 def test_the_new_run_learns_from_its_source_resumes_and_is_evaluated(root, compared, capsys):
-  """By day test_teacher.py compares a resumed student with one that was not stopped."""
+  """By day test_teacher.py resumes a student, and compares it with one that was not stopped."""
   new = root / f"halves-{compared}"
   for name in [new.name, "whole"][: 1 + compared]:
     made(root, name, "wiring=farskip")
@@ -102,8 +102,9 @@ def test_the_new_run_learns_from_its_source_resumes_and_is_evaluated(root, compa
     flags = [f"--config_json={root / name / 'config.json'}", f"--workdir={root / name}"]
     train.main([*flags, *taught, *QUICK, *argv])
 
-  with pytest.raises(Preempted):
-    run(new.name, "--config.train.stop_after=1")
+  if compared:
+    with pytest.raises(Preempted):
+      run(new.name, "--config.train.stop_after=1")
   run(new.name, "--config.train.stop_after=0")
   if compared:
     run("whole")

@@ -38,7 +38,7 @@ def each_slot():
     window = dense_steps(rule, 2)[tap_step(tap_index(rule.taps[0], 2)) :]
     slots = slot_names([step.name for step in window])
     for slot in slots if wiring == "scmoe_pos2" else (slots[0], slots[-1]):
-      by_day = wiring != "scmoe_pos1" and slot == slots[-1]
+      by_day = wiring in ("scmoe_pos2", "dgmoe") and slot == slots[-1]  # one tap, and two
       yield (wiring, slot) if by_day else night(wiring, slot)
 
 
@@ -60,11 +60,14 @@ def test_units_of_one_block_overlapped_equal_sequential(wiring):
 
 @pytest.mark.parametrize(
   ("wiring", "slots", "backward"),
-  pairs_by_day_and_night(
-    ["topk", "scmoe_pos2", "dgmoe"],
-    ["mlp 0, attention 1", "attention 1"],
-    ["mirror", "attention 1: projections, shared expert"],
-  ),
+  [
+    *pairs_by_day_and_night(
+      ["topk", "scmoe_pos2"],
+      ["mlp 0, attention 1", "attention 1"],
+      ["mirror", "attention 1: projections, shared expert"],
+    ),
+    night("dgmoe", "attention 1", "mirror"),  # by day in one chunk, above
+  ],
 )
 def test_chunks_in_slots_of_their_own_equal_sequential(wiring, slots, backward):
   overlap = OverlapConfig(slots, order="barriers", ablation=OverlapAblation(backward))

@@ -175,8 +175,8 @@ def test_a_disk_that_fills_up_in_the_first_save_is_one_line_a_save(tmp_path):
   assert all(line.startswith(("WARNING: ", "StorageError: ")) for line in ended.stderr.splitlines())
 
 
-def test_deleted_arrays_of_a_checkpoint_are_one_line(tmp_path):
-  assert _worker(tmp_path / "run").returncode == 0
+def test_deleted_arrays_of_a_checkpoint_are_one_line(tmp_path, mesh8):
+  trainer(mesh8, tmp_path / "run", **SMALL).run()
   step = tmp_path / "run" / "checkpoints" / "4"
   for file in (step / "state" / "d").iterdir():
     file.unlink()
@@ -418,6 +418,7 @@ def test_the_newest_step_is_taken_again_when_retention_removes_it(run, saved, se
     with_newest(lambda: restore_part(run, {"params": setup.abstract.params}, 2), 2)
 
 
+@pytest.mark.nightly  # by day test_loop.py, without a process of its own
 def test_a_hangup_is_saved_like_a_termination(tmp_path):
   worker = Worker(tmp_path / "run", slow=0.05, train={"steps": 40})
   worker.wait_for("batch 3\n")

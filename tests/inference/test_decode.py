@@ -68,7 +68,7 @@ def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64, un
     night("dense", "gpt2", 2, 1),
     ("topk", "llama", 1, 1),
     night("scmoe_pos1", "gpt2", 2, 1),
-    ("scmoe_pos2", "llama", 2, 1),
+    night("scmoe_pos2", "llama", 2, 1),  # by day its first pair stands outside the scan, below
     ("scmoe_pos2", "llama", 2, 0),  # written out, each pair with a cache of its own
     night("scmoe_pos2", "gpt2", 1, 1),
     night("scmoe_pos3", "gpt2", 2, 1),

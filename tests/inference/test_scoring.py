@@ -5,7 +5,6 @@ import itertools
 
 import harness
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import night
@@ -44,15 +43,21 @@ def make_model(style="gpt2"):
 
 
 @functools.cache
-def forward(style):
-  """A row by itself, as it is."""
+def program(style):
   model = make_model(style)
   return jax.jit(lambda tokens: model.logits(model(tokens, Pass(no_drop=True)).h_BSD))
 
 
+def forward(style, tokens):
+  """Logits [S, V] of a row by itself; what follows it in the program's row is not seen."""
+  row = np.zeros((1, CONTEXT), np.int32)
+  row[0, : len(tokens)] = tokens
+  return program(style)(row)[0, : len(tokens)]
+
+
 def plain(style, tokens, asked):
   """Softmax of the logits of all tokens but the last, in float64."""
-  logits = np.asarray(forward(style)(jnp.array([tokens[:-1]])), np.float64)[0]
+  logits = np.asarray(forward(style, tokens[:-1]), np.float64)
   logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   rows = range(len(tokens) - 1 - asked, len(tokens) - 1)
   own = [logs[i, tokens[i + 1]] for i in rows]
@@ -71,7 +76,7 @@ def test_scores_are_those_of_each_text_alone(style, axes, batch_size, mesh_of):
   # One that the model itself would write.
   tokens = [7]
   for _ in range(4):
-    tokens.append(int(forward(style)(jnp.array([tokens]))[0, -1].argmax()))
+    tokens.append(int(forward(style, tokens)[-1].argmax()))
   asked += [Continuation(tokens, 4), Continuation([*tokens[:-1], (tokens[-1] + 1) % VOCAB], 4)]
   mesh = mesh_of(*axes) if axes else None
   found = score(model, asked, length=CONTEXT, batch_size=batch_size, mesh=mesh)

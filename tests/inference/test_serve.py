@@ -4,6 +4,7 @@ nothing sensible."""
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
 
 import dataclasses
+import functools
 import gc
 import io
 import json
@@ -52,8 +53,14 @@ def folder(tmp_path_factory):
   jax.config.update("jax_disable_most_optimizations", False)
 
 
+@functools.cache
+def session_of(folder):
+  """One session for all that is asked of the model alone: its programs are compiled once."""
+  return Session(model=folder)
+
+
 def alone(folder, prompt, new):
-  return Session(model=folder).texts([prompt], GREEDY, max_new_tokens=new)[0]
+  return session_of(folder).texts([prompt], GREEDY, max_new_tokens=new)[0]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +78,9 @@ def test_answers_are_those_of_single_requests(folder, tmp_path, capsys, flags):
   )  # fmt: skip
   answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
   assert [answer["id"] for answer in answers] == ["before", 1, "x", 5, 7, 9]
-  session = Session(model=folder)
   for one, answer in zip(asked, answers[1:]):
     new = one.get("max_new_tokens", 9)
-    assert answer["text"] == session.texts([one["prompt"]], GREEDY, max_new_tokens=new)[0]
+    assert answer["text"] == alone(folder, one["prompt"], new)
     assert answer["tokens"] <= new
     assert answer["finish"] == ("length" if answer["tokens"] == new else "end")
   err = capsys.readouterr().err
@@ -98,8 +104,8 @@ def test_answers_come_as_they_end_and_a_request_says_how_it_is_answered(
   lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
   answers = {answer["id"]: answer for answer in lines}
   assert {lines[0]["id"], lines[1]["id"]} == {"short", "scored"}
-  session = Session(model=folder)
-  drawn = session.texts(["a"], Sampling(2, 40, 0.9), max_new_tokens=20, seed=3)[0]
+  sampled = Sampling(2, 40, 0.9)
+  drawn = session_of(folder).texts(["a"], sampled, max_new_tokens=20, seed=3)[0]
   assert answers["drawn"]["text"] == drawn
   assert answers["long"]["text"] == alone(folder, "a", 20)
   (entry,) = answers["short"]["logprobs"]

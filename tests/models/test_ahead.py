@@ -99,7 +99,7 @@ CASES = {
 BY_NIGHT = {
   "pos2", "microbatches, products kept", "microbatches, written out", "microbatches side by side",
   "dense layers, recomputed", "recomputed", "scmoe2 in chunks, several pairs a step, barriers",
-  "overflow rounds, written out",
+  "overflow rounds, written out", "packed, experts recomputed",
 }  # fmt: skip
 
 

@@ -136,9 +136,7 @@ def plain(built, before, reference=True, count=1):
   return sum(float(loss) for (loss, _), _ in found), grads, rewards
 
 
-@pytest.mark.parametrize(
-  ("reference", "count"), [(True, 1), night(True, 2), night(False, 2)]
-)
+@pytest.mark.parametrize(("reference", "count"), [(True, 1), night(True, 2), night(False, 2)])
 def test_the_plain_loss_of_every_pair(reference, count):
   """Without the routers' losses, so that gradients are those of the pairs alone."""
   run = run_of(tokens_per_step=count * 64)

@@ -32,7 +32,7 @@ def whole(tmp_path_factory):
   return workdir, train(run_of(), workdir)
 
 
-@pytest.mark.nightly  # by day test_average.py and test_extending.py
+@pytest.mark.nightly  # by day test_average.py and test_loop.py
 def test_a_resumed_run_is_bitwise_the_whole_one(whole, tmp_path):
   with pytest.raises(Preempted, match="stopped at step 1"):
     train(run_of(stop_after=1), tmp_path / "cut")

@@ -89,8 +89,8 @@ def test_same_tokens_as_from_the_run(runs, folders, dtype):
   want = Session(str(runs / dtype)).texts(PROMPTS, GREEDY, **options)
   session = Session(model=str(folders / dtype))
   assert session.texts(PROMPTS, GREEDY, **options) == want
-  spread = Session(model=str(folders / dtype), mesh="expert=2")
   if dtype == "float32":  # sums over devices are another order of the same numbers
+    spread = Session(model=str(folders / dtype), mesh="expert=2")
     assert spread.texts(PROMPTS, GREEDY, **options) == want
 
 

@@ -141,12 +141,12 @@ def test_microbatches_add_up_to_one_batch():
 
 
 @pytest.mark.parametrize(
-  ("mesh", "flight"),
-  [night("data and expert", 2), ("one", 4), night("one", 2)],
+  ("mesh", "microbatches", "flight"),
+  [night("data and expert", 4, 2), ("one", 2, 2), night("one", 4, 4), night("one", 4, 2)],
 )
-def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, flight):
+def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, microbatches, flight):
   """With drops, noise and what every microbatch reports."""
-  options = {"dispatch": DispatchConfig(capacity_factor=1.0), "microbatches": 4}
+  options = {"dispatch": DispatchConfig(capacity_factor=1.0), "microbatches": microbatches}
   want, got = run(mesh, **options), run(mesh, flight=flight, **options)
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
@@ -158,7 +158,8 @@ def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, flight
   # order on simulated devices.
   [
     night("one", 1, 1),  # also in models/test_stacked.py
-    ("one", 4, 2),
+    ("one", 2, 1),
+    night("one", 4, 2),  # by day those side by side are in the scan over layers, above
     night("data and expert", 1, 1),  # on a mesh by day: test_state_shares.py
     night("data and expert", 4, 1),
   ],

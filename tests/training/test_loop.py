@@ -210,7 +210,7 @@ class SignalAt(Source):
     return Noisy(self)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_saves(mesh8, tmp_path, whole, number):
   before = signal.getsignal(number)
   at = {"data": SignalAt(6, number)} if number == signal.SIGTERM else {"data": SignalAt(0, number)}

@@ -66,7 +66,7 @@ def trace(monkeypatch, tmp_path):
   return trace
 
 
-@pytest.mark.parametrize("transport", ["capacity", "dropless"])
+@pytest.mark.parametrize("transport", ["capacity", night("dropless")])
 def test_frames_from_train_to_the_exchange(transport, monkeypatch, trace):
   run = smoke(
     mesh__data=4,

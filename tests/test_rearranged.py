@@ -10,6 +10,7 @@ import leaving
 import numpy as np
 import pytest
 from adapting import ALPHA, RANK, adapt
+from covering import night
 from flax import nnx
 from leaving import run_of, write_run
 
@@ -182,8 +183,8 @@ def adapted(root):
 
 
 @pytest.mark.parametrize(("ema", "asked"), [
-  (False, "--place=devices=4,batches=2"), (True, "--place=devices=4,batches=2"),
-  (False, "--prune=keep=4,by=use,batches=1"), (True, "--prune=keep=4,by=random,seed=1"),
+  (False, "--place=devices=4,batches=2"), night(True, "--place=devices=4,batches=2"),
+  night(False, "--prune=keep=4,by=use,batches=1"), (True, "--prune=keep=4,by=random,seed=1"),
 ])  # fmt: skip
 def test_adapters_and_averages_are_merged_before_experts_are_taken(ema, asked, adapted, root):
   """The new run holds W + alpha/r · A · B, or that of the averages, and trains no adapters."""
@@ -241,8 +242,8 @@ def test_choices_are_the_models_own(name, root):
   np.testing.assert_array_equal(choices.load_LE(), load_LE)
 
 
-def test_a_smaller_run_leaves_by_every_door_and_trains(made, capsys):
-  """--to and in again, --inference, evaluation, and a step of training."""
+def test_a_smaller_run_leaves_by_every_door(made):
+  """--to and in again, --inference, and evaluation."""
   small, text = made / "small", str(made / "t.txt")
   kept_LE = np.array(json.loads((small / PRUNED).read_text())["kept"])
   built, leaves = leaves_in(small)
@@ -263,7 +264,11 @@ def test_a_smaller_run_leaves_by_every_door_and_trains(made, capsys):
   options = {"mesh": "data=1", "max_batches": 1, "changed": {"data.path": text}}
   ours = evaluate.evaluate_run(str(small), **options)["loss"]
   assert evaluate.evaluate_run(model=str(made / "plain"), **options)["loss"] == ours
-  capsys.readouterr()
+
+
+@pytest.mark.nightly  # by day a run that a conversion made trains in test_upcycled_run.py
+def test_a_smaller_run_trains(made, capsys):
+  small, text = made / "small", str(made / "t.txt")
   train.main([
     f"--config_json={small / 'config.json'}", f"--workdir={small}", "--config.train.steps=1",
     "--config.data.source=text", f"--config.data.path={text}", "--config.train.batch_size=4",

@@ -11,11 +11,15 @@ import sys
 
 import jax
 import pytest
+from leaving import write_run
 
-from scmoe import evaluate, train
+from scmoe import evaluate
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.scoring import Continuation, score
+from scmoe.run.build import vocab_size
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.fields import with_field
 from scmoe.run.opened import open_model, open_run
 from scmoe.run.session import Session
 
@@ -75,14 +79,13 @@ TEXTS = [{"text": "def f(x):\n  return x\n" * 9}, {"text": "one line"}, {"text":
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-  """A run of a few steps on bytes."""
+  """A run on bytes with random weights."""
   folder = tmp_path_factory.mktemp("run") / "a"
   jax.config.update("jax_disable_most_optimizations", True)
-  train.main(
-    ["--config=quickstart", "--smoke", f"--workdir={folder}", "--config.train.steps=3",
-     "--config.train.sample_tokens=0", "--config.train.tensorboard=false",
-     "--config.mesh.data=1", "--config.model.context=64", "--config.data.validation_fraction=0"]
-  )  # fmt: skip
+  own = load_config(find_config("quickstart"), "smoke")
+  for name, value in (("mesh.data", "1"), ("model.context", "64")):
+    own = with_field(own, name, value)
+  write_run(own.resolve(num_devices=1, vocab_size=vocab_size(own.data)), folder)
   yield str(folder)
   jax.config.update("jax_disable_most_optimizations", False)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import night
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -207,18 +208,20 @@ def images_of(rows, size=8, seed=3):
 
 
 @functools.cache
-def step_on(**mesh):
-  """(loss, gradients, sums) of a step of eight images."""
+def step_on(depths="2", **mesh):
+  """(loss, gradients, sums) of a step of eight images, of a model with stages of these depths."""
+  vision = dataclasses.replace(SWIN.vision, depths=depths)
+  config = dataclasses.replace(SWIN, vision=vision)
   options = {
     "router": RouterConfig(noise=1.0, balance="load_importance", z_loss=0.1),
     "dispatch": DispatchConfig(transport="dropless"),
   }
-  graph, state = drawn(lambda: VisionModel(SWIN, **options, rngs=nnx.Rngs(params=0)))
+  graph, state = drawn(lambda: VisionModel(config, **options, rngs=nnx.Rngs(params=0)))
   objective = ClassificationObjective(graph, options["router"], augment=MIXED, seed=7)
   params = nnx.to_pure_dict(state)
   specs = nnx.to_pure_dict(parameter_specs(state))
-  config = MeshConfig(**{"data": 1, "expert": 1, "tensor": 1} | mesh)
-  on = make_mesh(config, jax.devices()[: config.size], num_experts=SWIN.num_experts)
+  sizes = MeshConfig(**{"data": 1, "expert": 1, "tensor": 1} | mesh)
+  on = make_mesh(sizes, jax.devices()[: sizes.size], num_experts=SWIN.num_experts)
 
   def local(params, batch):
     return accumulate(objective, params, {}, batch, jax.random.key(3), specs)
@@ -227,8 +230,10 @@ def step_on(**mesh):
   return jax.device_get(jax.jit(whole)(params, images_of((1, 8))))
 
 
-def test_eight_devices_give_the_step_of_one():
-  found = [step_on(data=2, expert=2, tensor=2), step_on()]
+# A second stage doubles the programs; by day one device merges patches, below.
+@pytest.mark.parametrize("depths", ["2", night("2,2")])
+def test_eight_devices_give_the_step_of_one(depths):
+  found = [step_on(depths, data=2, expert=2, tensor=2), step_on(depths)]
   # How many rounds an exchange takes is the mesh's own.
   got, want = ((*r[:2], dataclasses.replace(r[2], router=r[2].router.load_E)) for r in found)
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

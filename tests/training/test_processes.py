@@ -78,7 +78,8 @@ def test_watchdog_ends_a_stuck_step_but_not_a_long_compilation(tmp_path):
   assert "__next__" in message
 
 
-def test_two_processes_stop_together_and_equal_one(tmp_path, reference):
+@pytest.mark.parametrize("then", ["one", night("two")], ids=["one goes on", "two go on"])
+def test_two_processes_stop_together_and_equal_one(tmp_path, mesh8, reference, then):
   workdir = tmp_path / "run"
   workers = pair(workdir, slow=0.05)
   try:
@@ -95,12 +96,15 @@ def test_two_processes_stop_together_and_equal_one(tmp_path, reference):
   assert losses(workdir)[-1][0] == steps.pop()
   assert "processes 2" in workers[0].out.read_text()
   assert "step" not in workers[1].out.read_text()
-  workers = pair(workdir)
-  try:
-    assert [w.end(60) for w in workers] == [0, 0]
-  finally:
-    for worker in workers:
-      worker.kill()
+  if then == "one":
+    trainer(mesh8, workdir).run()
+  else:
+    workers = pair(workdir)
+    try:
+      assert [w.end(60) for w in workers] == [0, 0]
+    finally:
+      for worker in workers:
+        worker.kill()
   assert [step for step, _ in losses(workdir)] == list(range(1, 21))
   np.testing.assert_allclose(
     [loss for _, loss in losses(workdir)], [loss for _, loss in reference], rtol=1e-5

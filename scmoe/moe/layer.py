@@ -70,8 +70,8 @@ class MoECall:
 
   Attributes:
     mask: bool, the tokens' shape without D: True for tokens that take part; None: all do.
-    key: random key of gate noise and jitter in training; with a key, token rounding applies too.
-      None outside training.
+    key: random key of gate noise and jitter in training; with a key, token rounding applies too,
+      and the tokens must have a dimension before D. None outside training.
     bias_E: float32 bias added to the scores for the choice only (`router.bias`), or None.
     avoid_T: int32, the one expert that each token must not visit (DGMoE); it then visits one other.
       None: no such rule.

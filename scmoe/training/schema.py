@@ -132,6 +132,7 @@ _SINCE = {
     "muon_rms": 0.2,
     "ema": 0.0,
   },
+  "augment": {"trivial": 0.0},
   # These fields of `overlap` change no result, so they have their present defaults.
   "overlap": {"search_seconds": 90.0, "flight": 1, "ahead": True},
 }

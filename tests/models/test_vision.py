@@ -195,7 +195,9 @@ SWIN = ModelConfig(
   wiring="scmoe_pos2",
   **SIZES,
 )
-MIXED = AugmentConfig(flip=0.5, crop=1, mixup=0.8, cutmix=1.0, erase=0.5, label_smoothing=0.1)
+MIXED = AugmentConfig(
+  flip=0.5, crop=1, trivial=0.5, mixup=0.8, cutmix=1.0, erase=0.5, label_smoothing=0.1
+)
 
 
 def images_of(rows, size=8, seed=3):

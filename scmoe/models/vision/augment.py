@@ -20,6 +20,7 @@ from jaxtyping import Float
 
 from scmoe.base.batch import ImageBatch
 from scmoe.base.options import Options, option
+from scmoe.models.vision import trivial
 from scmoe.models.vision.model import pixels
 
 
@@ -33,6 +34,13 @@ class AugmentConfig(Options, path="augment"):
     "pixels of grey that surround an image before a random piece of its own size is cut out of it; "
     "4 is usual for 32 x 32",
     minimum=0,
+  )
+  trivial: float = option(
+    0.0,
+    "share of images for which one operation on shape or colours and its strength are drawn "
+    "(TrivialAugment Wide, arXiv 2103.10158); 1 is usual",
+    minimum=0,
+    maximum=1,
   )
   erase: float = option(
     0.0,
@@ -83,17 +91,26 @@ def augmented(
 ) -> Float[Array, "B S S C"]:
   """The images of a training batch, changed: float32 around 0.
 
-  Images and partners are flipped and cropped, then mixed; rectangles are erased last.
+  Images and partners are flipped, cropped and changed by `trivial`, then mixed; rectangles are
+  erased last.
 
   Args:
     batch: a training batch with `draws`, and with `partners` if `config.mixes`.
     config: what is changed.
     seed: the run's seed.
   """
-  change = lambda key, image: _moved(key, image, config)
-  own_BSSC = jax.vmap(change)(_keys(batch, seed, "own"), pixels(batch.images))
+
+  def changed(images: Array, whose: str) -> Float[Array, "B S S C"]:
+    move = lambda key, image: _moved(key, image, config)
+    images_BSSC = jax.vmap(move)(_keys(batch, seed, whose), pixels(images))
+    if not config.trivial:
+      return images_BSSC
+    change = lambda key, image: trivial.changed(image, trivial.drawn(key, config.trivial))
+    return jax.vmap(change)(_keys(batch, seed, f"{whose}_trivial"), images_BSSC)
+
+  own_BSSC = changed(batch.images, "own")
   if config.mixes:
-    other_BSSC = jax.vmap(change)(_keys(batch, seed, "partner"), pixels(batch.partners))
+    other_BSSC = changed(batch.partners, "partner")
     part_BSS1 = partner_part(batch, config, seed)[..., None]
     own_BSSC = (1 - part_BSS1) * own_BSSC + part_BSS1 * other_BSSC
   if config.erase:
@@ -136,7 +153,8 @@ def soft_labels(
   return (1 - smoothing) * label_BV + smoothing / classes
 
 
-PURPOSES = ("own", "partner", "mix", "erase")  # uses of an image's random numbers; each has a key
+# Uses of an image's random numbers. The key of a use follows from its place here: new uses go last.
+PURPOSES = ("own", "partner", "mix", "erase", "own_trivial", "partner_trivial")
 
 
 def _keys(batch: ImageBatch, seed: int | Array, purpose: str) -> Array:

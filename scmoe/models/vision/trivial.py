@@ -2,8 +2,9 @@
 
 An operation changes the image's shape or its colours, with one of 31 strengths. Operations and
 strengths are those of the paper's wide space as torchvision's `TrivialAugmentWide` has them, and an
-operation does what Pillow's does. Two things differ: blended colours are not rounded to bytes, and
-uncovered places become grey, as those of `augment.crop` do.
+operation does what Pillow's does. Three things differ: results are not rounded to bytes, a
+translation has at most the image's side (32 pixels for images of 32 x 32), and places that the
+image leaves become grey, as those of `augment.crop` do.
 
 An image in a vectorised program cannot skip work: the affine map and all colour operations are
 computed for each image, and the drawn operation selects one result.
@@ -43,11 +44,11 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, of red, green and blue
 
 
 class Operation(NamedTuple):
-  """What happens to an image: int32 [], an index of `OPERATIONS`; int32 [] 0 to 30; bool []."""
+  """An operation, its strength and its sign."""
 
-  index: Array
-  strength: Array
-  negative: Array
+  index: Array  # int32 [], of `OPERATIONS`
+  strength: Array  # int32 [], 0 to 30; identity, autocontrast and equalize have one strength only
+  negative: Array  # bool [], the sign of shifts, turns and factors
 
 
 def drawn(key: Array, share: float) -> Operation:
@@ -61,16 +62,16 @@ def drawn(key: Array, share: float) -> Operation:
 def changed(image: Float[Array, "S S C"], operation: Operation) -> Float[Array, "S S C"]:
   """The image after an operation; float32 from -1 to 1 with grey at 0, as the image is.
 
-  For i of 30, the strength, and either sign:
+  With i the strength, 0 to 30, and ± the sign:
 
   | operation                              | what it does                                         |
   |----------------------------------------|------------------------------------------------------|
   | identity                               | nothing                                              |
-  | shear_x, shear_y                       | shifts a row (a column) by ±0.99 i/30 of its number  |
-  | translate_x, translate_y               | shifts the image by ±i/30 of its side, cut to pixels |
+  | shear_x, shear_y                       | shifts row (column) number n by ±0.99 n i/30 pixels  |
+  | translate_x, translate_y               | shifts by ±i/30 of the side, rounded down to pixels  |
   | rotate                                 | turns the image by ±135 i/30 degrees                 |
-  | brightness, color, contrast, sharpness | scales by 1 ± 0.99 i/30 the distance to black, to    |
-  |                                        | the grey image, to its mean, to the smoothed image   |
+  | brightness, color, contrast, sharpness | multiplies by 1 ± 0.99 i/30 the difference from      |
+  |                                        | black, the grey image, its mean, the smoothed image  |
   | posterize                              | keeps the upper 8 - round(i/5) bits of a byte        |
   | solarize                               | inverts bytes from 255 - 8.5 i on                    |
   | autocontrast                           | stretches the bytes of each channel to 0 to 255      |
@@ -124,7 +125,7 @@ def _coloured(image: Float[Array, "S S C"], operation: Operation) -> list[Array]
   byte, strength = level.astype(jnp.int32), operation.strength
   grey = level
   if image.shape[-1] == len(_LUMA):
-    grey = sum(part * level[..., c, None] for c, part in enumerate(_LUMA))
+    grey = (level * jnp.asarray(_LUMA)).sum(-1, keepdims=True)
   factor = 1 + jnp.where(operation.negative, -_FACTOR, _FACTOR) * strength / _LAST
   blended = lambda ground: jnp.clip(ground + factor * (level - ground), 0, 255)
   cut = (strength + 2) // 5  # strength / 5, rounded

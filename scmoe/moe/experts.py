@@ -362,7 +362,7 @@ class FFNExperts(Experts):
       weights = _gathered(weights, max(r, 1), every_expert=r == 0)
     run = block_sparse_ffn if self.config.impl == "block_sparse" else expert_ffn
     if r <= 1:
-      return run(rows, weights, layout, self._static())
+      return run(rows, weights, layout, self._static(layout))
     return self._on_replicas(run, rows, weights, layout)
 
   def weights(self) -> FFNWeights:
@@ -388,10 +388,16 @@ class FFNExperts(Experts):
       gate_bias_GF=read(self.gate_bias),
     )
 
-  def _static(self) -> FFNConfig:
+  def _static(self, layout: RowLayout) -> FFNConfig:
+    """How these rows are computed. `batched` becomes `grouped` for a call that drops nothing.
+
+    Decoding and exact evaluation are such calls: their rows come in groups of any size, without
+    the buffers of equal size that `batched` needs.
+    """
     shared_sms = axis_size(*AXES) > 1 and not self.copy_engines
     config = FFNConfig(**self.config.shared(), shared_sms=shared_sms)
-    if config.impl == "block_sparse":  # `__call__` runs `block_sparse_ffn`
+    sparse = config.impl == "block_sparse"  # `__call__` runs `block_sparse_ffn`
+    if sparse or (config.impl == "batched" and layout.padded is None):
       config = dataclasses.replace(config, impl="grouped")
     return config
 
@@ -409,7 +415,7 @@ class FFNExperts(Experts):
     sums = []
     for i in range(r):
       part = jax.tree.map(lambda a, i=i: a[i], shared)
-      sums.append(run(part[0], weights, part[1], self._static()))
+      sums.append(run(part[0], weights, part[1], self._static(part[1])))
     with jax.named_scope("weights"):
       return jax.lax.psum_scatter(jnp.stack(sums), "shard", axis_index_groups=peers)
 

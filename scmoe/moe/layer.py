@@ -42,8 +42,9 @@ class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
     router, dispatch: options of routing and of the transport.
 
   Raises:
-    ConfigError: a field has a wrong type or value, options of the router do not fit each other, or
-      `top_k` or options of the router do not fit the numbers of experts.
+    ConfigError: a field has a wrong type or value, options of the router do not fit each other,
+      `top_k` or options of the router do not fit the numbers of experts, or `impl=batched` has a
+      transport without buffers of equal size.
   """
 
   top_k: int = option(1, minimum=1)
@@ -57,6 +58,8 @@ class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
     super().__post_init__()
     self.router.check()
     self.router.check_experts(self.top_k, self.num_experts, self.zero_experts)
+    if self.kind == "ffn" and self.impl == "batched":
+      self.dispatch.check_buffers()
 
   @property
   def choices(self) -> int:
@@ -190,8 +193,7 @@ class MoE(nnx.Module):
         `scmoe.moe.gates.chosen_gate`, `scmoe.moe.route.route`, `make_transport` and
         `queue_positions`.
       ValueError: the experts' network cannot compute these rows as `config.impl` and
-        `config.backend` ask; see `expert_ffn`. For example `impl=batched` computes only the buffers
-        of `Capacity`, and a call that drops nothing has another transport.
+        `config.backend` ask; see `expert_ffn`.
     """
     self._check_width(x)
     if not x.size:

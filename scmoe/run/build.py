@@ -89,7 +89,8 @@ class Built:
     found: list[Variant | Change] = [Variant()]
     if not self.overlap.search_seconds:
       return tuple(found)
-    if dispatch.transport == "capacity" and dispatch.capacity_factor > 0:
+    buffers = run.model.ffn.impl == "batched"  # which the packed transport does not make
+    if dispatch.transport == "capacity" and dispatch.capacity_factor > 0 and not buffers:
       found.append(Variant(transport="packed"))
     if run.overlap.order == "xla":
       found.append(self._in_slots)

@@ -62,3 +62,13 @@ def test_every_gradient_of_the_down_projection_has_a_row():
   for width in (64, 2048, 2112, 14336):
     for gathered in (False, True):
       assert first_form(DOWN_BACKWARD, Product("down_backward", width, 64, gathered))
+
+
+def test_no_pair_gathers_past_the_array():
+  offered = lambda width, **how: {
+    (form.pair, form.rows) for form in tiles.variants("weights", width, 512, **how)
+  }
+  assert ("rows", 128) in offered(512, gathered=True)
+  # Three whole tiles: the pair's fourth would begin at row 384 of 384.
+  assert ("rows", 128) not in offered(384, gathered=True)
+  assert ("rows", 128) in offered(384)

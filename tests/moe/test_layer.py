@@ -168,6 +168,19 @@ def test_tokens_of_another_width_are_refused():
     moe(jnp.zeros((1, 2, 5)))
 
 
+def test_batched_experts_in_a_call_that_drops_nothing():
+  x = np.random.default_rng(3).normal(size=(2, 3, D)).astype(np.float32)
+  found = []
+  for impl in ("batched", "grouped"):
+    moe = MoE(MoEConfig(D, F, E, 2, init_std=1.0, out_std=1.0, impl=impl), rngs=nnx.Rngs(0))
+    found.append([moe(call, MoECall(no_drop=True))[0] for call in (x, x[:0])])
+  np.testing.assert_allclose(*(whole for whole, _ in found), rtol=1e-5, atol=1e-6)
+  assert all(none.shape == (0, 3, D) for _, none in found)
+  for other in (DispatchConfig(transport="packed"), DispatchConfig(capacity_factor=0)):
+    with pytest.raises(ConfigError, match=r"only dispatch\.transport=capacity makes"):
+      MoEConfig(D, F, E, 2, impl="batched", dispatch=other)
+
+
 @pytest.mark.parametrize("impl", ["auto", "grouped", "batched", "block_sparse"])
 def test_every_implementation_of_the_experts_is_the_same_layer(impl):
   """`batched` needs padded experts: it is asked of the capacity transport only."""

@@ -164,8 +164,9 @@ def _covers(size: int, width: int) -> bool:
 def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[Tiling]:
   """The tilings that are worth measuring for a 2-byte result; arguments as for `candidates`.
 
-  They are the candidates with each of `BANDS`, alone and, except for "down_backward", in pairs. The
-  first candidate comes first. The shipped tiling is among them.
+  They are the candidates with each of `BANDS`, alone and, except for "down_backward", in pairs. A
+  gradient of gathered rows has no pairs that would gather past the array. The first candidate comes
+  first. The shipped tiling is among them.
   """
   alone = candidates(kind, width, n, gathered=gathered)
   # A pair of "cols" shares the rows' operand, so that operand cannot be gathered. A product for
@@ -173,9 +174,22 @@ def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[T
   # the pair would share that one.
   sides = ("rows",) if gathered and not kind.startswith("weights") else ("rows", "cols")
   paired = [dataclasses.replace(t, pair=side) for t in alone if not t.pair for side in sides]
+  if gathered and kind.startswith("weights"):
+    paired = [t for t in paired if not _gathers_past(t, kind, width, n)]
   forms = alone if kind == "down_backward" else alone + paired
   bands = [dataclasses.replace(form, band=band) for band in BANDS for form in forms]
   return list(dict.fromkeys([alone[0], *bands]))
+
+
+def _gathers_past(tiling: Tiling, kind: str, width: int, n: int) -> bool:
+  """Whether the last tile of a paired gradient begins where the result ends (`first_of`).
+
+  Its operand would be gathered from past the array: with tiles of 128 rows, 384 rows have a fourth
+  tile at row 384.
+  """
+  cols = tiling.cols // (2 if kind in TWO_RESULTS else 1)
+  size, length = (tiling.rows, width) if tiling.pair == "rows" else (cols, n)
+  return length % size == 0 and length // size % 2 == 1
 
 
 def shipped(kind: str, width: int, n: int, *, gathered: bool = False) -> Tiling:

@@ -101,6 +101,19 @@ class DispatchConfig(Options, path="dispatch"):
     asked = self.overflow == "repeat" and not self.ablation.first_round
     return asked and in_rounds and self.adaptive_r != 0
 
+  def check_buffers(self) -> None:
+    """Checks that experts get buffers of equal size, as `model.ffn.impl=batched` needs them.
+
+    Raises:
+      ConfigError: the transport makes none, or drops nothing.
+    """
+    if self.transport != "capacity" or not self.capacity_factor:
+      raise ConfigError(
+        "model.ffn.impl=batched computes buffers of equal size, which only dispatch.transport="
+        "capacity makes, with a dispatch.capacity_factor other than 0; got "
+        f"{self.transport} and {self.capacity_factor:g}: use these, or model.ffn.impl=grouped"
+      )
+
   def check_shards(self, shards: int) -> None:
     """Checks `adaptive_r` against the number of devices that share an expert.
 

@@ -125,20 +125,26 @@ class MeshConfig(Options, path="mesh"):
   moments_in: str = option(
     "device",
     "where the optimizer's moments, and the lower halves of parameters (optimizer.ablation.masters)"
-    ", lie between updates: device; or host, in pinned memory from which they come layer by layer "
-    "(docs/scale.md)",
-    choices=("device", "host"),
+    ", lie between updates: device; host, in pinned memory from which they come layer by layer; or "
+    "files, in mesh.moments_folder (docs/scale.md)",
+    choices=("device", "host", "files"),
+  )
+  moments_folder: str = option(
+    "",
+    "with mesh.moments_in=files: a folder on a local disk for the file of moments, which has no "
+    "name and goes when the run ends",
   )
   moments_update: str = option(
     "device",
     "who updates moments in the host's memory: device, to which they are copied; or host, to which "
-    "gradients are copied instead, AdamW only (docs/scale.md)",
+    "gradients are copied instead, AdamW only, also for moments in files (docs/scale.md)",
     choices=("device", "host"),
   )
   moments_ahead: int = option(
     1,
-    "with mesh.moments_in=host: layers whose moments (or gradients, mesh.moments_update=host) are "
-    "copied before their turn, each of which takes memory; 0: none, so that no copy is hidden",
+    "with mesh.moments_in=host or files: layers whose moments (or gradients, "
+    "mesh.moments_update=host) are copied or read before their turn, each of which takes memory; "
+    "0: none, so that no copy is hidden",
     minimum=0,
   )
   moments_kept: int = option(

@@ -343,21 +343,33 @@ def shares_of(run: RunConfig, shapes: Params) -> StateShares | None:
 
 
 def on_host(run: RunConfig) -> OnHost | None:
-  """How moments in the host's memory are updated; None if they lie on the devices.
+  """How moments in the host's memory or in files are updated; None if they lie on the devices.
 
   Raises:
-    ConfigError: the host cannot compute the run's update.
+    ConfigError: the host cannot compute the run's update, or does not where moments lie in files.
   """
-  mesh = run.mesh
+  mesh, filed = run.mesh, run.mesh.moments_in == "files"
   if mesh.moments_in == "device":
     return None
+  if filed and mesh.moments_update == "device":
+    raise ConfigError(
+      "mesh.moments_in='files' needs an update by the host, got mesh.moments_update='device'; set "
+      "mesh.moments_update=host"
+    )
+  if filed and not mesh.moments_folder:
+    raise ConfigError(
+      "mesh.moments_in='files' needs a folder, got mesh.moments_folder=''; name one on a local disk"
+    )
   if mesh.moments_update == "host" and run.optimizer.name != "adamw":
     raise ConfigError(
       f"mesh.moments_update='host' computes AdamW, got optimizer.name={run.optimizer.name!r}, "
       "whose products of matrices are for devices; set mesh.moments_update=device"
+      + " and mesh.moments_in=host"
+      * filed
     )
   computes = mesh.moments_update == "host"
-  return OnHost(mesh.moments_ahead, 0 if computes else mesh.moments_kept, computes)
+  kept = 0 if computes else mesh.moments_kept
+  return OnHost(mesh.moments_ahead, kept, computes, mesh.moments_folder if filed else "")
 
 
 def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:

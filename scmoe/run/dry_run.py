@@ -82,7 +82,7 @@ class DryRun:
     larger: factor -> memory with microbatches so many times larger; a factor that does not divide
       the number of microbatches is left out.
     work: the step as the prediction of its time reads it.
-    away: what a device keeps in the host's memory; None: nothing.
+    away: what a device keeps in the host's memory or in files; None: nothing.
   """
 
   run: RunConfig
@@ -112,6 +112,7 @@ class DryRun:
       exchanging=mesh.expert,
       copies=None if self.away is None else self.away.seconds,
       computes=mesh.moments_update == "host",
+      filed=mesh.moments_in == "files",
     )
 
 
@@ -125,7 +126,7 @@ class _Planned(NamedTuple):
     adapters: of them, if the run trains adapters.
     sharing: of what is trained.
     state: the training state.
-    away: what a device keeps in the host's memory; None: nothing.
+    away: what a device keeps in the host's memory or in files; None: nothing.
   """
 
   mesh: AbstractMesh

@@ -99,12 +99,15 @@ def _memory_lines(result: DryRun) -> list[str]:
   for times, larger in result.larger.items():  # with fewer microbatches fewer gradients are added
     name = f"total with train.batch_size={times * result.run.train.batch_size}"
     lines.append(f"  {name:36} {size_of(larger.total):>12}")
-  if result.away is not None:
+  if (away := result.away) is not None:
     name = "in the host's memory, per device"
-    lines.append(f"  {name:36} {size_of(result.away.total):>12}")
+    if away.filed:
+      lines.append(f"  {'in files, per device':36} {size_of(away.total):>12}")
+    lines.append(f"  {name:36} {size_of(away.in_memory):>12}")
     if computes:
-      lines.append(f"  {'gradients on their way there':36} {size_of(result.away.staging):>12}")
-    lines.append(f"  {'more there during a save':36} {size_of(result.away.saving):>12}")
+      lines.append(f"  {'gradients on their way there':36} {size_of(away.staging):>12}")
+    name = "more there when it resumes" if away.filed else "more there during a save"
+    lines.append(f"  {name:36} {size_of(away.saving):>12}")
   return lines
 
 

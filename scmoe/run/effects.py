@@ -174,6 +174,12 @@ RULES = (
     "set mesh.moments_in=host",
   ),
   _Rule(
+    ("mesh.moments_folder",),
+    lambda run: run.mesh.moments_in != "files",
+    "mesh.moments_in={run.mesh.moments_in!r} writes no moments to files",
+    "set mesh.moments_in=files",
+  ),
+  _Rule(
     ("mesh.moments_kept",),
     lambda run: run.mesh.moments_update == "host",
     "with mesh.moments_update='host' no moment is copied to the device",

@@ -23,6 +23,8 @@ BUS_SHARE = 0.81  # measured: 52 of 64 GB/s from pinned memory to one H200
 HOST_DEVICES = 8  # GPUs of one host that NVLink joins
 # Bytes/s that a host reads and writes in an update: 16 cores at 5 GB/s, as one core was measured.
 HOST_RATE = 8e10
+# Bytes/s of a host's disk, which reads and writes by turns; one was measured at 2.1 and 1.9 GB/s.
+DISK_RATE = 2e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,7 @@ class StepNeeds:
     copies: bytes/s of the link to the host's memory, each way -> seconds of the step's copies, and
       of the update if the host computes it; None if nothing is copied.
     computes: whether the host computes the update.
+    filed: whether it keeps moments in files.
   """
 
   memory: float
@@ -78,6 +81,7 @@ class StepNeeds:
   exchanging: int
   copies: Callable[[float], float] | None = None
   computes: bool = False
+  filed: bool = False
 
 
 def fits(memory: float, device: Device) -> str:
@@ -109,6 +113,9 @@ def _host_words(needs: StepNeeds) -> list[str]:
     return []
   what = "gradients leave for the host" if needs.computes else "moments come from the host's memory"
   rate = f", which updates moments at {HOST_RATE / 1e9:.0f} GB/s (assumption)" * needs.computes
+  rate += f", in files that its disk reads and writes by turns at {DISK_RATE / 1e9:.0f} GB/s" * (
+    needs.filed
+  )
   return [f"{what} at {BUS_SHARE:.0%} of PCIe's peak, each way{rate}"]
 
 

@@ -1,4 +1,4 @@
-"""Bytes that a run keeps in the host's memory (`mesh.moments_in=host`), and the time of copies.
+"""Bytes that a run keeps in the host's memory or in files (`mesh.moments_in`), and copies' time.
 
 The planner's model of a streamed update: the link carries both directions at once, each at the same
 rate. With ahead = 1 layer 0 is fetched first; then each layer's store and the fetch of the layer
@@ -9,13 +9,17 @@ the update is left out: the device's own memory is about sixty times as fast.
 The model of an update that the host computes (`mesh.moments_update=host`): gradients leave layer by
 layer, those of layer i + ahead as the update of layer i begins (`scmoe.training.host_update`). The
 host reads and writes what it keeps, what leaves and what comes back, at `HOST_RATE`. What comes
-back travels beside the next update.
+back travels beside the next update. If it keeps them in a file, its disk reads and writes by turns,
+at `DISK_RATE`: layer i + ahead is read as the update of layer i begins, and layer i is written when
+that ends. The first `ahead` layers are read beside the pass, the last is written beside the next.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from scmoe.models.stacked import is_apart
 from scmoe.offload.memory import HOST
 from scmoe.run.build import Built
 from scmoe.run.config import RunConfig
-from scmoe.run.estimates import HOST_DEVICES, HOST_RATE
+from scmoe.run.estimates import DISK_RATE, HOST_DEVICES, HOST_RATE
 from scmoe.training import masters
 from scmoe.training.host_arrays import lies_on_host
 from scmoe.training.kept import cpu
@@ -38,16 +42,17 @@ from scmoe.training.streamed_update import count_of, stack_of
 
 @dataclasses.dataclass(frozen=True)
 class Away:
-  """Bytes that one device keeps in the host's memory.
+  """Bytes that one device keeps in the host's memory, or in a file.
 
   Attributes:
     layers: bytes of each layer, in the order of their update; first those beside the stacks.
     ahead: see `scmoe.training.streamed_update.OnHost`.
     saving: further bytes there while a checkpoint is written or read: stacks put together, and
-      parameters in float32 (`TrainState.for_checkpoint`).
+      parameters in float32 (`TrainState.for_checkpoint`). With files, while one is read.
     leaving, arriving: if the host computes the update, bytes of each layer that leave the device
       (gradients, and what it stores of parameters and their average), and that come back; else ().
     together: devices of the host whose updates it computes, if it does.
+    filed: whether the layers lie in a file.
   """
 
   layers: tuple[int, ...]
@@ -56,11 +61,26 @@ class Away:
   leaving: tuple[int, ...] = ()
   arriving: tuple[int, ...] = ()
   together: int = 1
+  filed: bool = False
 
   @property
   def total(self) -> int:
-    """Bytes in the host's memory; streamed, as many are fetched in a step, and as many stored."""
+    """Bytes in the host's memory or in the file.
+
+    Streamed, as many are fetched in a step, and as many stored.
+    """
     return sum(self.layers)
+
+  @property
+  def in_memory(self) -> int:
+    """The most bytes of layers that the host's memory holds at a time.
+
+    From a file those are the layer that is updated and `ahead` that are read, and two new ones: one
+    that is computed, one that is written. With `ahead` 0 only one is new.
+    """
+    if not self.filed:
+      return self.total
+    return _window(self.layers, self.ahead + 1) + _window(self.layers, 1 + bool(self.ahead))
 
   @property
   def staging(self) -> int:
@@ -96,12 +116,19 @@ class Away:
 
   def _computed(self, rate: float) -> float:
     begun = [0.0] * (self.ahead + 1)  # when each update began; those before the first: at once
-    arrived = updated = sent = 0.0
-    for kept, out, back in zip(self.layers, self.leaving, self.arriving):
+    arrived = updated = sent = disk = 0.0
+    turns = [self.together * kept / DISK_RATE * self.filed for kept in self.layers]
+    ready = [0.0] * len(self.layers)  # when each layer has been read
+    for i, (kept, out, back) in enumerate(zip(self.layers, self.leaving, self.arriving)):
       # With `ahead` 0 a layer leaves when the one before has come back, else as an update begins.
       arrived = max(arrived, begun[-1 - (self.ahead - 1)] if self.ahead else sent) + out / rate
-      begun.append(max(arrived, updated))
+      if not self.ahead:
+        ready[i] = disk = max(disk, updated) + turns[i]
+      begun.append(max(arrived, updated, ready[i]))
+      if self.ahead and i + self.ahead < len(turns):
+        ready[i + self.ahead] = disk = max(disk, begun[-1]) + turns[i + self.ahead]
       updated = begun[-1] + self.together * 2 * (kept + out + back) / HOST_RATE
+      disk = max(disk, updated) + turns[i]
       sent = max(sent, updated) + back / rate
     return sent
 
@@ -113,15 +140,20 @@ def _window(sizes: tuple[int, ...], count: int) -> int:
 
 
 def away(
-  state: TrainState, ahead: int, *, computes: bool = False, together: int = 1
+  state: TrainState,
+  ahead: int,
+  *,
+  computes: bool = False,
+  together: int = 1,
+  filed: bool = False,
 ) -> Away | None:
-  """Counts the bytes that a state keeps in the host's memory; None if it keeps none there.
+  """Counts the bytes that a state keeps in the host's memory or in a file; None if none lie there.
 
   Args:
     state: `jax.ShapeDtypeStruct`s with shardings, or arrays.
     ahead: see `Away`.
     computes: whether the host computes the update.
-    together: see `Away`.
+    together, filed: see `Away`.
   """
   sizes, out, back = {("", 0): 0}, {}, {}
   entries = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state), is_leaf=is_apart)
@@ -139,7 +171,8 @@ def away(
   for layer in layers:
     out[layer], back[layer] = _passing(state, layer)
   passing = tuple(out.values()), tuple(back.values())
-  return Away(found, ahead, _saving(state, copies=True), *passing, together)
+  more = _resuming(state) if filed else _saving(state, copies=True)
+  return Away(found, ahead, more, *passing, together, filed)
 
 
 def _passing(state: TrainState, layer: tuple[str, int]) -> tuple[int, int]:
@@ -174,6 +207,14 @@ def _saving(state: TrainState, copies: bool = False) -> int:
   return sum(_bytes(x) for x in saved if lies_on_host(x) and id(x) not in kept)
 
 
+def _resuming(state: TrainState) -> int:
+  """Parameters in float32 and the largest array in a file: those are read one after the other."""
+  plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+  read = jax.tree.map(plain, state).for_checkpoint()
+  there = lambda tree: [_bytes(x) for x in jax.tree.leaves(tree) if lies_on_host(x)]
+  return sum(there(read.params)) + max(there(read.opt_state), default=0)
+
+
 def _bytes(x: Any) -> int:
   return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
@@ -194,36 +235,65 @@ def check_host_memory(built: Built) -> None:
   Every run saves, so the bytes of a save count too.
 
   Raises:
-    ConfigError: the devices have no such memory, or the host has too little of it.
+    ConfigError: the devices have no such memory, or the host has too little of it; or a folder for
+      files is none, or its disk has too little room.
   """
   mesh = built.run.mesh
-  if mesh.moments_in != "host":
+  if mesh.moments_in == "device":
     return
   device = jax.local_devices()[0]
   kinds = [memory.kind for memory in device.addressable_memories()]
   if HOST not in kinds:
     raise ConfigError(
-      f"mesh.moments_in='host' needs memory of the kind {HOST}, a {device.device_kind} of this jax "
-      f"has {', '.join(kinds)}; leave mesh.moments_in=device"
+      f"mesh.moments_in={mesh.moments_in!r} needs memory of the kind {HOST}, a "
+      f"{device.device_kind} of this jax has {', '.join(kinds)}; leave mesh.moments_in=device"
     )
   if mesh.moments_update == "host":
     cpu()
   plan, free = planned_away(built.run, built.abstract_state()), host_memory()
   here = sum(one.process_index == jax.process_index() for one in built.mesh.devices.flat)
-  if plan is None or free is None:
+  if plan is None:
     return
   held = min(here, plan.together) if plan.leaving else here
-  kept, more = held * plan.total + here * plan.staging, held * plan.saving
+  if plan.filed:
+    _check_folder(mesh.moments_folder, held * plan.total)
+  if free is None:
+    return
+  kept, more = held * plan.in_memory + here * plan.staging, held * plan.saving
   if kept + more > free:
+    when = "resume" if plan.filed else "save"
     raise ConfigError(
-      f"mesh.moments_in='host' keeps {size_of(kept)} in this host's memory and needs "
-      f"{size_of(more)} more to save (devices here: {here}), got {size_of(free)} available; use "
+      f"mesh.moments_in={mesh.moments_in!r} keeps {size_of(kept)} in this host's memory and needs "
+      f"{size_of(more)} more to {when} (devices here: {here}), got {size_of(free)} available; use "
       "optimizer.moments=bfloat16, a larger mesh.expert or mesh.shard_state, or fewer layers"
     )
 
 
+def _check_folder(folder: str, size: int) -> None:
+  """Checks that a file of `size` bytes can be made in a folder.
+
+  Raises:
+    ConfigError: there are several processes, the folder is none that can be written, or its disk
+      has too little room.
+  """
+  if jax.process_count() > 1:
+    raise ConfigError(
+      f"mesh.moments_in='files' is for one process, got {jax.process_count()}, which would have to "
+      "write the parts of one array together; set mesh.moments_in=host"
+    )
+  if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+    raise ConfigError(
+      f"mesh.moments_folder={folder!r} is no folder that can be written; name one on a local disk"
+    )
+  if size > (free := shutil.disk_usage(folder).free):
+    raise ConfigError(
+      f"mesh.moments_folder={folder!r} needs {size_of(size)} for moments, got {size_of(free)} "
+      "free; name a folder on another disk, or use optimizer.moments=bfloat16"
+    )
+
+
 def planned_away(run: RunConfig, state: TrainState) -> Away | None:
-  """Counts the bytes that each device of a run keeps in its host's memory; None: nothing.
+  """Counts the bytes that each device keeps in its host's memory or in files; None: nothing.
 
   Args:
     run: resolved.
@@ -235,5 +305,8 @@ def planned_away(run: RunConfig, state: TrainState) -> Away | None:
   # Data ranks that neither share nor partition have equal shards, which their host keeps and
   # updates once. If one array differs between them, it keeps all for each (`kept.Groups`).
   alike = mesh.shard_state == "none" and mesh.embedding_ranks == 1
+  filed = mesh.moments_in == "files"
   apart = mesh.size // mesh.data if alike else mesh.size
-  return away(state, mesh.moments_ahead, computes=True, together=min(apart, HOST_DEVICES))
+  return away(
+    state, mesh.moments_ahead, computes=True, together=min(apart, HOST_DEVICES), filed=filed
+  )

@@ -284,6 +284,6 @@ def _update(work: StepWork, machine: Machine, count: int) -> float:
   """
   added = count * ADDED * work.totals if count > 1 else 0
   mesh = work.run.mesh
-  if mesh.moments_in == "host" and mesh.moments_update == "host":
+  if mesh.moments_in != "device" and mesh.moments_update == "host":
     return (work.totals + added) / machine.memory  # `copies` has the rest
   return (2 * work.state + 2 * work.totals + added) / machine.memory

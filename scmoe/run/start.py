@@ -12,7 +12,8 @@ def set_up_jax(run: RunConfig) -> None:
   """Sets what training, a profile and a replay need of XLA; call it before any use of a device.
 
   It asks for deterministic operations (`train.deterministic`), for exchanges by copy engines
-  (`overlap.copy_engines`), and for as much pinned memory as the host has (`mesh.moments_in=host`).
+  (`overlap.copy_engines`), and for as much pinned memory as the host has (`mesh.moments_in=host`,
+  and `files`, through which gradients pass).
 
   Raises:
     ConfigError: this jax has no exchanges by copy engines.
@@ -21,5 +22,5 @@ def set_up_jax(run: RunConfig) -> None:
     determinism.request()
   if run.overlap.copy_engines:
     request_copy_engines()
-  if run.mesh.moments_in == "host":
+  if run.mesh.moments_in != "device":
     allow_pinned_memory()

@@ -76,12 +76,14 @@ def _host_lines(built: build.Built) -> list[str]:
   plan = planned_away(built.run, built.abstract_state())
   if plan is None:
     return []
-  kept, more, kind = size_of(plan.total), size_of(plan.saving), jax.devices()[0].device_kind
+  kept, more, kind = size_of(plan.in_memory), size_of(plan.saving), jax.devices()[0].device_kind
   what = "copies and the host's update take" if plan.leaving else "copies take"
   rates = [BUS_SHARE * device.bus for device in DEVICES if device.name in kind]
   planned = [f"; {what} {duration(plan.seconds(rate))} a step by the plan" for rate in rates]
+  filed = f"{size_of(plan.total)} in files and " * plan.filed
+  when = "when it resumes" if plan.filed else "during a save"
   return [
-    f"             {kept} in the host's memory for each device, {more} more during a save"
+    f"             {filed}{kept} in the host's memory for each device, {more} more {when}"
     + "".join(planned[:1])
   ]
 

@@ -43,6 +43,7 @@ from scmoe.training.description import (
 )
 from scmoe.training.distributed import all_agree, barrier, is_first
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.pieced import in_pieces, is_pieced
 from scmoe.training.pieces import Piece, PiecedArray, write_pieces
 from scmoe.training.quiet import in_one_line, quiet_libraries
 from scmoe.training.restore import FOLDER, STEP, is_step, list_steps, load
@@ -97,11 +98,12 @@ class Checkpointer:
 
     True means that the save was started or, without async_save, that it is complete; it says
     nothing of the save under way before. A step counts as saved only when it is complete (`wait`).
-    The arrays may be donated as soon as this returns.
+    The arrays may be donated as soon as this returns. A state with arrays in
+    files (`Pieced`) is written piece by piece, and complete on return.
 
     Args:
       step: optimizer steps done.
-      state: pytree of jax arrays; leaves below `params` can be restored alone.
+      state: pytree of jax arrays and `Pieced` objects; leaves below `params` can be restored alone.
       data_state: JSON-able position of this process in the data.
       meta: JSON-able: configuration, data fingerprint, mesh, versions, tokens.
 
@@ -111,6 +113,8 @@ class Checkpointer:
     """
     self.wait()
     leaves = flatten(state)
+    if any(map(is_pieced, leaves.values())):
+      return self._save_filed(step, leaves, data_state, meta)
     data, meta = records(step, describe(leaves), data_state, meta)
     started = time.monotonic()
     try:
@@ -121,6 +125,18 @@ class Checkpointer:
       return False
     self._pending = (step, started)
     return self._cfg.async_save or self.wait()
+
+  def _save_filed(self, step: int, leaves: dict[str, Any], data_state: dict, meta: dict) -> bool:
+    started = time.monotonic()
+    try:
+      self.save_pieces(step, *in_pieces(leaves), data_state, meta, sync=True)
+    except StorageError as error:
+      cause = error.__context__  # what the error's own words repeat
+      self._failed(step, cause if isinstance(cause, Exception) else error)
+      return False
+    self._failures, self.last_seconds = 0, time.monotonic() - started
+    self._drop_old()
+    return True
 
   def wait(self) -> bool:
     """Waits until the started save, if there is one, is complete, and removes old steps.
@@ -165,11 +181,12 @@ class Checkpointer:
     data_state: dict,
     meta: dict,
     ready: Callable[[], None] = lambda: None,
+    *,
+    sync: bool = False,
   ) -> None:
     """Saves a step whose arrays come in pieces; the host holds few pieces at a time.
 
-    For one process; the step appears when all of it is written. Its arrays are written without
-    fsync (`scmoe.training.pieces`).
+    For one process; the step appears when all of it is written.
 
     Args:
       step: optimizer steps done.
@@ -179,6 +196,7 @@ class Checkpointer:
       data_state, meta: as for `save`.
       ready: called when all arrays are written and finite, before the step's description is
         written and the step appears.
+      sync: whether arrays are written with fsync (`scmoe.training.pieces`).
 
     Raises:
       NonFiniteError: an array is not finite; the step does not appear.
@@ -192,7 +210,7 @@ class Checkpointer:
       with _storage(failed):
         self._clear_destination(step)
         place.mkdir()
-        found = write_pieces(place / PIECES, arrays, pieces)
+        found = write_pieces(place / PIECES, arrays, pieces, sync=sync)
       refuse_non_finite({name: own.finite for name, own in found.items()})
       ready()
       described = {

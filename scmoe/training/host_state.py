@@ -12,6 +12,7 @@ stored in halves, 2.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -21,9 +22,11 @@ from jax.sharding import NamedSharding
 
 from scmoe.models.stacked import Apart, is_apart, leading_dimensions
 from scmoe.offload.memory import HOST
-from scmoe.training.host_arrays import is_made, made_on_host, shard_of
-from scmoe.training.kept import is_kept, pinned_stack
+from scmoe.training.filed import InFile, Room, is_in_file
+from scmoe.training.host_arrays import is_made, lies_on_host, made_on_host, shard_of
+from scmoe.training.kept import Groups, filed, is_kept, whole_stack
 from scmoe.training.masters import Halves, is_halves
+from scmoe.training.pieced import is_pieced
 
 PyTree = Any
 
@@ -54,6 +57,19 @@ def laid_out(
   return params, jax.tree_util.tree_map_with_path(place, opt_state, moment)
 
 
+def in_files(tree: PyTree, folder: str) -> PyTree:
+  """An abstract tree in which all that `laid_out` placed in the host's memory lies in a file.
+
+  Args:
+    tree: from `laid_out`.
+    folder: of the file.
+  """
+  away = [x for x in jax.tree.leaves(tree) if lies_on_host(x)]
+  room, groups = Room(folder), functools.cache(lambda: Groups(away))
+  mark = lambda x: InFile(tuple(x.shape), x.dtype, x.sharding, room, groups)
+  return jax.tree.map(lambda x: mark(x) if lies_on_host(x) else x, tree)
+
+
 def _away(path: Any, x: Any, kept: int) -> Any:
   place = NamedSharding(x.sharding.mesh, x.sharding.spec, memory_kind=HOST)
   if not leading_dimensions(path):
@@ -68,9 +84,9 @@ def joined(tree: PyTree) -> PyTree:
   """The tree with one array [L, ...] in the host's memory in place of each `Apart`.
 
   Works on arrays and on `jax.ShapeDtypeStruct`s. Arrays are copied by the host, and so is every
-  `Kept`.
+  `Kept` in memory; one in a file becomes a `Pieced`, which reads it when it is asked to.
   """
-  whole = lambda x: _stack(x.parts) if is_apart(x) else x.pinned() if is_kept(x) else x
+  whole = lambda x: _stack(x.parts) if is_apart(x) else x.whole() if is_kept(x) else x
   return jax.tree.map(whole, tree, is_leaf=is_apart)
 
 
@@ -78,7 +94,8 @@ def divided(tree: PyTree, wanted: PyTree) -> PyTree:
   """The inverse of `joined`: an `Apart` wherever `wanted` has one.
 
   Args:
-    tree: arrays, in the host's memory where `wanted` has an `Apart`; or traced values.
+    tree: arrays, in the host's memory where `wanted` has an `Apart`; or traced values; or `Pieced`
+      objects from `joined`.
     wanted: from `laid_out`; what it marks as absent is left out.
   """
   absent = lambda x: isinstance(x, optax.MaskedNode)
@@ -88,6 +105,10 @@ def divided(tree: PyTree, wanted: PyTree) -> PyTree:
   def cut(x: Any, like: Any) -> Any:
     if absent(like):
       return like
+    if is_pieced(x):
+      return Apart(x.parts) if is_apart(like) else x.parts[0]
+    if is_made(x) and is_in_file(like):
+      return filed(x, like).parts[0]
     return _layers(x, like) if is_apart(like) and not is_apart(x) else x
 
   return structure.unflatten(map(cut, arrays, leaves))
@@ -96,7 +117,9 @@ def divided(tree: PyTree, wanted: PyTree) -> PyTree:
 def _stack(parts: tuple[Any, ...]) -> Any:
   first, shape = parts[0], (len(parts), *parts[0].shape[1:])
   if is_kept(first):
-    return pinned_stack(parts)
+    return whole_stack(parts)
+  if is_in_file(first):
+    return first.update(shape=shape, layers=len(parts))
   if not is_made(first):
     return first.update(shape=shape)
   whole = lambda index, device: np.concatenate([shard_of(part, device) for part in parts])
@@ -106,6 +129,9 @@ def _stack(parts: tuple[Any, ...]) -> Any:
 def _layers(x: Any, like: Apart) -> Apart:
   if not is_made(x):
     return Apart(tuple(x[i : i + 1] for i in range(len(like.parts))))
+  if is_in_file(like.parts[0]):
+    first, count = like.parts[0], len(like.parts)
+    return Apart(filed(x, first.update(shape=(count, *first.shape[1:]), layers=count)).parts)
   layer = lambda i: lambda index, device: shard_of(x, device)[i : i + 1]
   parts = [made_on_host(part.shape, part.sharding, layer(i)) for i, part in enumerate(like.parts)]
   return Apart(tuple(jax.device_put(x, part.sharding) for x, part in zip(parts, like.parts)))

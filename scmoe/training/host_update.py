@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -36,8 +37,9 @@ from scmoe.models.stacked import Apart, is_apart
 from scmoe.offload.memory import HOST
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, shardings_of
 from scmoe.training import masters
+from scmoe.training.filed import THREADS, Passage, is_in_file
 from scmoe.training.host_arrays import shard_of
-from scmoe.training.kept import Groups, cpu, is_away, is_kept, kept, of_devices
+from scmoe.training.kept import Groups, cpu, is_away, is_kept, kept, of_devices, zeros_in_file
 from scmoe.training.optimizer import Optimizer
 from scmoe.training.share_update import gathered_again
 from scmoe.training.streamed_update import (
@@ -71,6 +73,24 @@ def begun_on_host(state: Any, abstract: Any) -> Any:
     abstract: the whole state, stacks divided into layers.
   """
   return _Parts.of(abstract).keeping(state)
+
+
+def without_files(tree: PyTree) -> PyTree:
+  """An abstract tree with `ABSENT` in place of each array in a file."""
+  return jax.tree.map(lambda x: ABSENT if is_in_file(x) else x, tree)
+
+
+def begun_in_files(state: Any, abstract: Any) -> Any:
+  """A fresh state in the form of a checkpoint, moments being zeros in files.
+
+  Args:
+    state: `ABSENT` in place of the moments.
+    abstract: the whole state, stacks whole.
+  """
+  wanted, structure = jax.tree.flatten(abstract.opt_state)
+  own = structure.flatten_up_to(state.opt_state)
+  filled = [zeros_in_file(like) if is_in_file(like) else x for like, x in zip(wanted, own)]
+  return dataclasses.replace(state, opt_state=structure.unflatten(filled))
 
 
 def host_step_of(step: Any, program: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +146,8 @@ def make_host_step(
   # XLA's options are for the devices; only where these are CPUs do they fit the host's programs.
   on_cpu = all(device.platform == "cpu" for device in mesh.devices.flat)
   options = compiler_options if on_cpu else None
-  return HostStep(program, abstract, rule, on_host.ahead, whole=whole, options=options)
+  filed = bool(on_host.folder)
+  return HostStep(program, abstract, rule, on_host.ahead, whole=whole, options=options, filed=filed)
 
 
 class HostStep:
@@ -144,6 +165,7 @@ class HostStep:
     whole: this rank's updated shares of parameters -> the whole parameters that the state stores,
       in one program; None: the state stores what a rank updates.
     options: XLA's options for the host's programs.
+    filed: whether what the host keeps lies in files, so that threads read and write it.
 
   Attributes:
     ahead: as given; may be changed between steps.
@@ -158,10 +180,13 @@ class HostStep:
     *,
     whole: Callable[[PyTree], PyTree] | None = None,
     options: dict[str, Any] | None = None,
+    filed: bool = False,
   ):
     self._program, self._rule, self.ahead, self._whole = program, rule, ahead, whole
     self._parts, self._options = _Parts.of(abstract), options
     self._updates: dict[tuple[int, ...], Any] = {}
+    self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="moments") if filed else None
+    self._layers = layers_of(abstract.params)
 
   def trace(self, state: Any, batch: Any) -> Any:
     """`jax.stages.Traced` of the program for a whole state."""
@@ -182,12 +207,13 @@ class HostStep:
     there.
     """
     state = self._parts.keeping(state)
+    passage = self._passage(state)
     before = without_kept(state)
     rest, scalars, arrays, left = program(before, batch)
     values, good = self._parts.filled(left.near, state), bool(np.asarray(left.good))
     began = time.perf_counter()
     if good:
-      values = self._updated(values, left)
+      values = self._updated(values, left, passage)
     scalars = scalars | {"update_seconds": time.perf_counter() - began}
     parts = self._parts.structure.unflatten(values)
     if self._whole is not None:
@@ -200,11 +226,19 @@ class HostStep:
       )
     return dataclasses.replace(rest, **parts), scalars, arrays
 
-  def _updated(self, values: list[Any], left: Left) -> list[Any]:
+  def _passage(self, state: Any) -> Passage:
+    """The way of what the host keeps; from files the first layers come beside the program."""
+    parts = {name: getattr(state, name) for name in PARTS}
+    values = jax.tree.leaves(parts, is_leaf=is_apart)
+    members = lambda layer: self._parts.members(layer, self._parts.away)
+    own = [[_holder(values[i], layer) for i in members(layer)] for layer in self._layers]
+    return Passage(own, self.ahead, self._pool)
+
+  def _updated(self, values: list[Any], left: Left, passage: Passage) -> list[Any]:
     """The new arrays of the state, in order; those that the host keeps change in place."""
     parts, values = self._parts, list(values)
     step, norm = np.asarray(left.step), np.asarray(left.norm)
-    grads, layers = jax.tree.leaves(left.grads), layers_of(left.grads)
+    grads, layers = jax.tree.leaves(left.grads), self._layers
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(left.grads)]
     of_stack = lambda layer: [
       i for i, p in enumerate(paths) if stack_of(p) == layer.stack
@@ -228,20 +262,19 @@ class HostStep:
       away = parts.members(layer, parts.away)
       update = self._update_of(tree, tuple(own), tuple(near), tuple(away))
       arrived, results = leaving.popleft(), []
+      passage.arrive(number)
       for group, devices in enumerate(parts.groups.members):
         given = [jax.device_put(shard_of(x, devices[0]), cpu()) for x in arrived]
-        holders = [_holder(values[i], layer) for i in away]
         new, moved, new_shared = update(
           given[: len(own)],
           given[len(own) :],
-          [holder.shards[group] for holder in holders],
+          passage.take(number, group, cpu()),
           [old[i] for i in parts.shared],
           np.uint32(layer.index),
           step,
           norm,
         )
-        for holder, shard in zip(holders, moved):
-          holder.shards[group] = shard
+        passage.leave(number, group, moved)
         results.append(new)
       if self.ahead and number + self.ahead < len(layers):
         send(layers[number + self.ahead])
@@ -280,7 +313,8 @@ class HostStep:
       new = parts.structure.flatten_up_to(completed(changed, old))
       return tuple([new[i] for i in places] for places in (near, away, parts.shared))
 
-    self._updates[key] = jax.jit(update, donate_argnums=2, compiler_options=self._options)
+    donated = () if self._pool else 2  # what was read from a file is not jax's own memory
+    self._updates[key] = jax.jit(update, donate_argnums=donated, compiler_options=self._options)
     return self._updates[key]
 
 
@@ -343,7 +377,9 @@ class _Parts:
     have = dict(zip(names, found)) if absent else {}
     own = self._entries(self.structure.unflatten(self.leaves))
     values = [have.get(jax.tree_util.keystr(p), leaf) for p, leaf in own] if absent else found
-    values = [kept(x, self.groups) if i in self.away else x for i, x in enumerate(values)]
+    values = [
+      kept(x, self.leaves[i], self.groups) if i in self.away else x for i, x in enumerate(values)
+    ]
     return dataclasses.replace(state, **self.structure.unflatten(values))
 
   def _entries(self, tree: Any) -> Any:

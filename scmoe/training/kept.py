@@ -1,9 +1,10 @@
 """Arrays of the state that the host keeps and updates itself (`mesh.moments_update=host`).
 
-They lie in ordinary memory, as arrays of jax's CPU, which an update there changes in place. Devices
-that hold the same shard of every array share one copy: on eight data ranks with `mesh.shard_state`
-none the host keeps each moment once. If the ranks partition the embedding, no two of them hold the
-same shards, and the host keeps each moment of all other parameters eight times.
+They lie in ordinary memory, as arrays of jax's CPU, which an update there changes in place, or in a
+file (`scmoe.training.filed`). Devices that hold the same shard of every array share one copy: on
+eight data ranks with `mesh.shard_state` none the host keeps each moment once. If the ranks
+partition the embedding, no two of them hold the same shards, and the host keeps each moment of all
+other parameters eight times.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from jax.sharding import NamedSharding
 from scmoe.base.errors import ConfigError
 from scmoe.models.stacked import Apart, is_apart
 from scmoe.parallel.mesh import host_device
+from scmoe.training.filed import FileShard, InFile, is_in_file
 from scmoe.training.host_arrays import is_made, lies_on_host, made_on_host, shard_of
+from scmoe.training.pieced import Pieced, gathered
 
 PyTree = Any
 
@@ -54,10 +57,10 @@ class Kept:
   Attributes:
     shape, dtype, sharding: of the whole array; the sharding's memory kind is the host's.
     groups: which devices share a shard.
-    shards: for each group its shard, on jax's CPU.
+    shards: for each group its shard: an array on jax's CPU, or a `FileShard`.
   """
 
-  def __init__(self, like: Any, groups: Groups, shards: list[Array]):
+  def __init__(self, like: Any, groups: Groups, shards: list[Any]):
     self.shape, self.dtype, self.sharding = tuple(like.shape), like.dtype, like.sharding
     self.groups, self.shards = groups, shards
 
@@ -65,25 +68,81 @@ class Kept:
   def zeros(cls, like: Any, groups: Groups) -> Kept:
     """An array of zeros with the shape, type and sharding of `like`."""
     shape = like.sharding.shard_shape(tuple(like.shape))
+    if is_in_file(like):
+      return cls(like, groups, [FileShard(like.room, shape, like.dtype) for _ in groups.members])
     put = lambda: jax.device_put(np.zeros(shape, like.dtype), cpu(), may_alias=False)
     return cls(like, groups, [put() for _ in groups.members])
 
   @classmethod
-  def taken(cls, x: Array, groups: Groups) -> Kept:
-    """A copy of an array that lies in pinned memory; that array is deleted."""
+  def filed(cls, like: InFile, shards: Sequence[np.ndarray]) -> Kept:
+    """An array in a file, with the values of a shard for each group."""
+    put = lambda values: FileShard(like.room, values.shape, like.dtype, values)
+    return cls(like, like.groups(), [put(values) for values in shards])
+
+  @classmethod
+  def taken(cls, x: Array, groups: Groups, like: Any = None) -> Kept:
+    """A copy of an array that lies in pinned memory; that array is deleted.
+
+    The copy lies in a file if `like` is an `InFile`, else in memory.
+    """
+    if is_in_file(like):
+      kept = cls.filed(like, [shard_of(x, group[0]) for group in groups.members])
+      x.delete()
+      return kept
     shards = [shard_of(x, group[0]) for group in groups.members]
     kept = cls(x, groups, [jax.device_put(one, cpu(), may_alias=False) for one in shards])
     jax.block_until_ready(kept.shards)
     x.delete()
     return kept
 
-  def on(self, device: Any) -> np.ndarray:
-    """The values of a device's shard; a view, which the next update makes invalid."""
-    return np.asarray(self.shards[self.groups.of[device]])
+  @property
+  def in_file(self) -> bool:
+    """Whether it lies in a file."""
+    return isinstance(self.shards[0], FileShard)
 
-  def pinned(self) -> Array:
-    """A copy in pinned memory of the host."""
+  def on(self, device: Any) -> np.ndarray:
+    """The values of a device's shard; a view of memory, which the next update makes invalid."""
+    shard = self.shards[self.groups.of[device]]
+    return shard.read() if isinstance(shard, FileShard) else np.asarray(shard)
+
+  def whole(self) -> Array | Pieced:
+    """A copy in pinned memory of the host, or the array to be read from its file."""
+    if self.in_file:
+      return Pieced(self, 0, lambda place: gathered(self, (), self.on), (self,))
     return pinned_stack([self])
+
+
+def whole_stack(parts: Sequence[Kept]) -> Array | Pieced:
+  """A stack's layers as one array [L, ...], copied to pinned memory or to be read from files."""
+  if not parts[0].in_file:
+    return pinned_stack(parts)
+  like = jax.ShapeDtypeStruct((len(parts), *parts[0].shape[1:]), parts[0].dtype)
+  like = like.update(sharding=parts[0].sharding)
+  read = lambda place: gathered(parts[place[0]], (), parts[place[0]].on)
+  return Pieced(like, 1, read, tuple(parts))
+
+
+def filed(x: Array, like: InFile) -> Pieced:
+  """An array from a checkpoint, written to its file a layer at a time; the array is given up.
+
+  Args:
+    x: in any memory.
+    like: of the whole array.
+  """
+  shards = [shard_of(x, group[0]) for group in like.groups().members]
+  layer = like.update(shape=(1, *like.shape[1:]), layers=0)
+  one = lambda i: Kept.filed(layer, [shard[i : i + 1] for shard in shards])
+  parts = tuple(map(one, range(like.layers))) if like.layers else (Kept.filed(like, shards),)
+  x.delete()
+  return whole_stack(parts) if like.layers else parts[0].whole()  # pyright: ignore
+
+
+def zeros_in_file(like: InFile) -> Pieced:
+  """Zeros in a file, for a whole array in the form of a checkpoint."""
+  layer = like.update(shape=(1, *like.shape[1:]), layers=0)
+  parts = [Kept.zeros(layer, like.groups()) for _ in range(like.layers)]
+  found = whole_stack(parts) if parts else Kept.zeros(like, like.groups()).whole()
+  return found  # pyright: ignore
 
 
 def pinned_stack(parts: Sequence[Kept]) -> Array:
@@ -109,20 +168,26 @@ def is_away(x: Any) -> bool:
   return is_apart(x) or is_kept(x) or lies_on_host(x)
 
 
-def kept(leaf: Any, groups: Groups) -> Any:
-  """A leaf in the host's memory as `Kept`, or an `Apart` of them.
+def kept(leaf: Any, like: Any, groups: Groups) -> Any:
+  """A leaf in the host's memory, or to lie in a file, as `Kept`, or an `Apart` of them.
 
-  Arrays with values are taken over and deleted; a `Kept` is returned as it is;
-  `jax.ShapeDtypeStruct`s become zeros, as which Adam's moments begin.
+  Arrays with values are taken over and deleted; a `Kept` is returned as it is; a leaf of an
+  abstract state becomes zeros, as which Adam's moments begin.
+
+  Args:
+    leaf: of a state.
+    like: the same leaf of the abstract state.
+    groups: devices with the same shards.
 
   Raises:
     ConfigError: as `cpu`.
+    StorageError: as `Room.take`.
   """
   if is_apart(leaf):
-    return Apart(tuple(kept(part, groups) for part in leaf.parts))
+    return Apart(tuple(kept(*pair, groups) for pair in zip(leaf.parts, like.parts)))
   if is_kept(leaf):
     return leaf
-  return Kept.taken(leaf, groups) if is_made(leaf) else Kept.zeros(leaf, groups)
+  return Kept.taken(leaf, groups, like) if is_made(leaf) else Kept.zeros(leaf, groups)
 
 
 def cpu() -> Any:

@@ -22,7 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from scmoe.training.filed import is_in_file
 from scmoe.training.host_arrays import is_made, lies_on_host, made_on_host, shard_of
+from scmoe.training.pieced import Pieced, is_pieced
 
 PyTree = Any
 
@@ -46,7 +48,9 @@ class Halves:
     return _halved(x)
 
   def to_float32(self) -> Array:
-    """The float32 array; a `jax.ShapeDtypeStruct` if the halves are `jax.ShapeDtypeStruct`s."""
+    """The float32 array; a `jax.ShapeDtypeStruct` if the halves belong to an abstract state."""
+    if is_in_file(self.low):
+      return jax.ShapeDtypeStruct(self.low.shape, jnp.float32, sharding=self.low.sharding)  # pyright: ignore
     if isinstance(self.low, jax.ShapeDtypeStruct):
       # The float32 array has the sharding of `low`: more ranks may divide `low` than `high`.
       return self.low.update(dtype=jnp.dtype(jnp.float32))  # pyright: ignore
@@ -143,15 +147,18 @@ def _joined(high: Array, low: Array) -> Array:
 
 def _is_away(leaf: Any) -> bool:
   x = leaf.low if is_halves(leaf) else leaf
-  return is_made(x) and lies_on_host(x)
+  return is_pieced(x) or (is_made(x) and lies_on_host(x))
 
 
 def _changed_on_host(leaf: Any) -> Any:
-  """Joins `Halves` whose `low` lies in the host's memory, or halves a float32 array there.
+  """Joins `Halves` whose `low` lies in the host's memory or a file; halves a float32 array there.
 
   The float32 array and `low` lie in the host's memory, `high` on the devices. A float32 array's
   halves both get its sharding; `Halves` that are joined give an array with the sharding of `low`.
+  With `low` in a file that is a `Pieced`.
   """
+  if is_halves(leaf) and is_pieced(leaf.low):
+    return _pieced(leaf.high, leaf.low)
   if is_halves(leaf):
     return made_on_host(
       leaf.low.shape,
@@ -163,6 +170,13 @@ def _changed_on_host(leaf: Any) -> Any:
   part = lambda upper: lambda index, device: _numpy_half(shard_of(leaf, device), upper)
   high, low = (made_on_host(leaf.shape, leaf.sharding, part(upper)) for upper in (True, False))
   return Halves(jax.device_put(high, jax.memory.Space.Device), low)
+
+
+def _pieced(high: Array, low: Pieced) -> Pieced:
+  layer = lambda place: np.asarray(high[place[0] : place[0] + 1] if place else high)
+  read = lambda place: _numpy_joined(layer(place), low.read(place))
+  like = jax.ShapeDtypeStruct(low.shape, jnp.float32, sharding=low.sharding)
+  return Pieced(like, low.leading, read)
 
 
 def _numpy_joined(high: np.ndarray, low: np.ndarray) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Writes the arrays of a step piece by piece, in any order: no array has to fit into memory.
 
 Orbax describes the arrays and reads them like those of any step: each is a folder with a file for
-every piece (zarr). tensorstore writes the pieces, as it does for Orbax, but without fsync: the
-operating system decides when they reach the disk. With fsync, a disk that reads and writes by turns
+every piece (zarr). tensorstore writes the pieces, as it does for Orbax. A training step's pieces
+are written with fsync, as Orbax writes, a conversion's without it: the operating system decides
+when they reach the disk. With fsync, a disk that reads and writes by turns
 would make a conversion as slow as both together (experiments/LOG.md). If power fails before the
 pieces are on the disk, their fingerprints show it when the step is read, and the conversion's
 source is still there.
@@ -25,7 +26,7 @@ import tensorstore as ts
 from scmoe.training.fingerprint import survey_piece
 
 WORKERS = 16  # number of threads that make, fingerprint and write pieces
-_CONTEXT = {"file_io_sync": False, "file_io_concurrency": {"limit": WORKERS}}
+CAREFUL = 4  # the same for a training step, which has less memory for pieces
 
 
 class Piece(NamedTuple):
@@ -76,15 +77,20 @@ class Found(NamedTuple):
 
 
 def write_pieces(
-  place: Path, arrays: Sequence[PiecedArray], pieces: Iterable[Callable[[], Sequence[Piece]]]
+  place: Path,
+  arrays: Sequence[PiecedArray],
+  pieces: Iterable[Callable[[], Sequence[Piece]]],
+  *,
+  sync: bool = False,
 ) -> dict[str, Found]:
   """Writes all arrays of one item of a step, which is one folder, from their pieces.
 
   Args:
     place: the item's folder; must not exist.
     arrays: all arrays of the item.
-    pieces: functions that make one or several pieces each, in any order. `WORKERS` threads call
-      them, each function once.
+    pieces: functions that make one or several pieces each, in any order. Threads call them, each
+      function once.
+    sync: write with fsync, and by `CAREFUL` threads instead of `WORKERS`.
 
   Returns:
     fingerprint and finiteness of each array, by name.
@@ -93,7 +99,7 @@ def write_pieces(
     ValueError: an array has too few or too many pieces. Exceptions of a piece's function, Orbax,
       tensorstore and the file system pass through.
   """
-  handler = _Handler(pieces)
+  handler = _Handler(pieces, sync)
   registry = ocp.type_handlers.create_type_handler_registry((PiecedArray, handler))
   tree = ocp.PyTreeCheckpointHandler(
     use_ocdbt=False, use_compression=False, type_handler_registry=registry
@@ -106,16 +112,18 @@ def write_pieces(
 class _Handler(ocp.type_handlers.ArrayHandler):
   """Writes `PiecedArray`s for Orbax, recorded as `jax.Array`s, so that Orbax reads them as such."""
 
-  def __init__(self, pieces: Iterable[Callable[[], Sequence[Piece]]]):
+  def __init__(self, pieces: Iterable[Callable[[], Sequence[Piece]]], sync: bool):
     super().__init__()
-    self._pieces = pieces
+    self._pieces, self._sync = pieces, sync
     self.found: dict[str, Found] = {}
 
   async def serialize(
     self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
   ) -> list[Any]:
     """Writes all pieces of all arrays and sets `found`; Orbax calls it once, with all arrays."""
-    stores, context = {}, ts.Context(_CONTEXT)
+    workers = CAREFUL if self._sync else WORKERS
+    how = {"file_io_sync": self._sync, "file_io_concurrency": {"limit": workers}}
+    stores, context = {}, ts.Context(how)
     for array, info in zip(values, infos):
       await info.await_path_creation()
       spec = ocp.type_handlers.get_json_tspec_write(
@@ -128,7 +136,7 @@ class _Handler(ocp.type_handlers.ArrayHandler):
       typed = ts.Spec(spec | {"dtype": array.dtype.name})  # Orbax 0.12.4's lacks the dtype
       opened = ts.open(typed, create=True, open=True, context=context)
       stores[array.name] = await opened
-    self.found = _write({array.name: array for array in values}, stores, self._pieces)
+    self.found = _write({array.name: array for array in values}, stores, self._pieces, workers)
     return []
 
 
@@ -136,6 +144,7 @@ def _write(
   arrays: Mapping[str, PiecedArray],
   stores: Mapping[str, ts.TensorStore],
   pieces: Iterable[Callable[[], Sequence[Piece]]],
+  workers: int,
 ) -> dict[str, Found]:
   def write(make: Callable[[], Sequence[Piece]]) -> list[tuple[str, int, bool]]:
     return [write_one(piece) for piece in make()]
@@ -147,7 +156,7 @@ def _write(
 
   sums, finite = dict.fromkeys(arrays, 0), dict.fromkeys(arrays, True)
   left = {name: array.count for name, array in arrays.items()}
-  pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="piece")
+  pool = ThreadPoolExecutor(workers, thread_name_prefix="piece")
   try:
     for name, number, good in itertools.chain.from_iterable(pool.map(write, pieces)):
       sums[name] = (sums[name] + number) % 2**32

@@ -20,7 +20,9 @@ import orbax.checkpoint as ocp
 from scmoe.base.errors import CheckpointError, ConfigError
 from scmoe.base.output import warn
 from scmoe.training.description import Damaged, flatten, item_of, misfit, read_description
+from scmoe.training.filed import is_in_file
 from scmoe.training.fingerprint import survey
+from scmoe.training.kept import filed
 from scmoe.training.quiet import in_one_line, quiet_libraries
 
 PyTree = Any
@@ -214,7 +216,8 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
 
   Args:
     place: directory of the step.
-    abstract: pytree of ShapeDtypeStruct with shardings.
+    abstract: pytree of ShapeDtypeStruct with shardings. An `InFile` in place of one has its array
+      written to its file as a `Pieced`; such arrays are read one after the other.
     meta: of the step.
     partial: whether `abstract` may leave out leaves that the step holds.
 
@@ -229,7 +232,13 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
     raise ConfigError(
       f"checkpoint {place} {problem}; resume with the configuration it was written with"
     )
-  leaves = _read_verified(place, wanted, meta)
+  away = {name: leaf for name, leaf in wanted.items() if is_in_file(leaf)}
+  leaves: dict[str, Any] = _read_verified(
+    place, {n: x for n, x in wanted.items() if n not in away}, meta
+  )
+  for name, leaf in away.items():
+    (one,) = _read_verified(place, {name: leaf}, meta).values()
+    leaves[name] = filed(_typed(one, leaf.dtype), leaf)
   # One leaf is cast at a time: a leaf that is stored in 16 bits exists in both types meanwhile.
   typed = [_typed(leaves.pop(name), leaf.dtype) for name, leaf in wanted.items()]
   return jax.tree.unflatten(jax.tree.structure(abstract), typed)

@@ -106,6 +106,7 @@ _SINCE = {
     "embedding": "whole",
     "bucket_bytes": 1 << 25,
     "moments_in": "device",
+    "moments_folder": "",
     "moments_update": "device",
     "moments_ahead": 1,
     "moments_kept": 0,

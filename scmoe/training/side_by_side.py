@@ -113,10 +113,10 @@ def check_side_by_side(builts: Sequence[Any]) -> None:
         f"{name}={value!r} needs a program of its own for every seed; leave it out, or train the "
         "seeds one by one"
       )
-  if first.config.get("mesh", {}).get("moments_in") == "host":
+  if (place := first.config.get("mesh", {}).get("moments_in", "device")) != "device":
     raise ConfigError(
-      "mesh.moments_in='host' streams the moments of one run; set mesh.moments_in=device, or train "
-      "the seeds one by one"
+      f"mesh.moments_in={place!r} streams the moments of one run; set mesh.moments_in=device, or "
+      "train the seeds one by one"
     )
   backend = first.config.get("model", {}).get("ffn", {}).get("backend", "auto")
   if backend == "mosaic_gpu":

@@ -24,9 +24,17 @@ from scmoe.models.stacked import is_apart
 from scmoe.parallel.gradients import global_norm
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, shardings_of
 from scmoe.training import masters, streamed_update
+from scmoe.training.filed import is_in_file
 from scmoe.training.host_arrays import to_device
-from scmoe.training.host_state import divided, joined, laid_out
-from scmoe.training.host_update import begun_on_host, make_host_step, without_kept
+from scmoe.training.host_state import divided, in_files, joined, laid_out
+from scmoe.training.host_update import (
+  begun_in_files,
+  begun_on_host,
+  make_host_step,
+  without_files,
+  without_kept,
+)
+from scmoe.training.kept import is_kept
 from scmoe.training.optimizer import Optimizer
 from scmoe.training.share_update import stored_shardings
 from scmoe.training.update import Found, kept_if, left_to_host, unchanged, updated
@@ -75,7 +83,8 @@ class TrainState:
   def for_checkpoint(self) -> TrainState:
     """The state as a checkpoint holds it: float32 parameters, stacks whole, no teacher.
 
-    What lies in the host's memory is put together by the host, and the result lies there, too.
+    What lies in the host's memory is put together by the host, and the result lies there, too. What
+    lies in files stays there: it becomes a `Pieced`, to be read before the next step.
     """
     params = masters.to_float32(joined(self.params))
     return dataclasses.replace(self, params=params, opt_state=joined(self.opt_state), teacher=None)
@@ -112,9 +121,14 @@ class TrainState:
   def placed(self, abstract: TrainState) -> TrainState:
     """This state with the shardings of `abstract`; the state must have no teacher.
 
-    Only arrays with another sharding are copied.
+    Only arrays with another sharding are copied; what lies in files stays there.
     """
-    return jax.device_put(self, shardings_of(dataclasses.replace(abstract, teacher=None)))
+    leaves, structure = jax.tree.flatten(self)
+    places = jax.tree.leaves(shardings_of(dataclasses.replace(abstract, teacher=None)))
+    here = [i for i, x in enumerate(leaves) if not is_kept(x)]
+    moved = jax.device_put([leaves[i] for i in here], [places[i] for i in here])
+    found = dict(zip(here, moved))
+    return structure.unflatten(found.get(i, x) for i, x in enumerate(leaves))
 
 
 class Objective(Losses, Protocol):
@@ -213,6 +227,8 @@ def abstract_state(
     params = masters.halves_of(params, jax.eval_shape(cast, params), divided_places)
   if optimizer.on_host is not None:
     params, opt_state = laid_out(params, opt_state, optimizer.tx, optimizer.on_host.kept)
+    if optimizer.on_host.folder:
+      params, opt_state = in_files((params, opt_state), optimizer.on_host.folder)
   return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
@@ -237,6 +253,9 @@ def init_state(
     made = dataclasses.replace(without_kept(abstract), params=abstract.params)
     state = _made(init, optimizer, seed, made, params)
     return begun_on_host(state, abstract)
+  if any(map(is_in_file, jax.tree.leaves(abstract.opt_state))):
+    made = dataclasses.replace(abstract, opt_state=without_files(abstract.opt_state))
+    return begun_in_files(_made(init, optimizer, seed, made, params), abstract)
   return _made(init, optimizer, seed, abstract, params)
 
 

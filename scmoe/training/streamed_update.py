@@ -58,12 +58,14 @@ class OnHost:
     kept: number of each stack's last layers whose moments and lower halves stay on the device; at
       least the first layer's leave it.
     computes: whether the host computes the update (`scmoe.training.host_update`), so that moments
-      and lower halves never leave its memory.
+      and lower halves never leave it.
+    folder: of the file in which these lie if the host computes the update; "": they lie in memory.
   """
 
   ahead: int = 1
   kept: int = 0
   computes: bool = False
+  folder: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Steps whose moments lie in the host's memory are the steps of moments in the device's."""
 
 import dataclasses
-import functools
 import math
 import re
 from collections import Counter
@@ -13,16 +12,25 @@ import pytest
 from covering import night
 from drawn import drawn_init
 from jax.sharding import NamedSharding
+from moment_places import (
+  BAD,
+  EXACT,
+  HALVES,
+  MODEL,
+  ROWS,
+  STEPS,
+  built,
+  named_bits,
+  step_of,
+  stepped,
+)
 
 from scmoe.base.errors import ConfigError
-from scmoe.models.config import ModelConfig
 from scmoe.models.stacked import is_apart
 from scmoe.offload.memory import HOST
-from scmoe.parallel.mesh import MeshConfig, batch_sharding
+from scmoe.parallel.mesh import batch_sharding
 from scmoe.run import host_memory as host_memory_module
 from scmoe.run import summary
-from scmoe.run.build import build
-from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import dry_run
 from scmoe.run.host_memory import Away, away, check_host_memory
 from scmoe.training import fingerprint
@@ -33,85 +41,9 @@ from scmoe.training.host_arrays import lies_on_host
 from scmoe.training.kept import Groups, is_kept
 from scmoe.training.options import (
   CheckpointConfig,
-  OptimizerAblation,
   OptimizerConfig,
-  TrainConfig,
 )
 from scmoe.training.step import init_state, make_train_step
-
-MODEL = ModelConfig(
-  wiring="top2", moe_every=1, num_layers=3, width=8, num_heads=2, mlp_hidden=8, num_experts=2,
-  vocab_size=32, context=8, dtype="bfloat16",
-)  # fmt: skip
-LENGTH, ROWS, STEPS = 8, 8, 4
-BAD = 1  # the step that is skipped, because a norm's scale is infinite
-# Without fused multiply-adds: which products and sums become one depends on the kernel around them.
-EXACT = {"xla_cpu_max_isa": "AVX"}
-PLACES = {
-  "device": {},
-  "host": {"moments_in": "host"},
-  "part": {"moments_in": "host", "moments_kept": 2},
-  "computed": {"moments_in": "host", "moments_update": "host"},
-}
-HALVES = OptimizerAblation(masters="halves")
-CLIPPED = OptimizerConfig(
-  moments="bfloat16", ema=0.9, warmup_steps=1, clip_norm=0.5, ablation=HALVES
-)
-
-
-def built(
-  place, ahead=1, mode="moments", data=2, optimizer=CLIPPED, rows=ROWS, layers=MODEL.num_layers
-):
-  """A run of `ROWS` rows a step, `rows` in a microbatch, on data x expert=2 devices."""
-  mesh = MeshConfig(data, 2, 1, shard_state=mode, moments_ahead=ahead, **PLACES[place])
-  train = TrainConfig(batch_size=rows, tokens_per_step=ROWS * LENGTH, steps=8)
-  model = dataclasses.replace(MODEL, num_layers=layers)
-  run = RunConfig(model=model, optimizer=optimizer, mesh=mesh, train=train)
-  run = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=LENGTH))
-  run = run.resolve(num_devices=mesh.size, vocab_size=32)
-  return build(run, jax.devices()[: mesh.size])
-
-
-@functools.cache
-def step_of(place, rows):
-  """(the run, its compiled step, one batch)."""
-  own = built(place, rows=rows)
-  step = make_train_step(own.objective, own.optimizer, own.abstract_state(), compiler_options=EXACT)
-  return own, step, jax.device_put(own.random_batch(), batch_sharding(own.mesh, leading=1))
-
-
-def stepped(place, stored=-1, rows=ROWS):
-  """(the run, its state after `STEPS` steps, whether each step was good).
-
-  Step `stored` begins from the state that a checkpoint would hold.
-  """
-  return once_stepped(place, stored, rows)
-
-
-@functools.cache
-def once_stepped(place, stored, rows):
-  own, step, batch = step_of(place, rows)
-  abstract = own.abstract_state()
-  state, good = init_state(drawn_init(own), own.optimizer, 0, abstract), []
-  for number in range(STEPS):
-    if number == stored:
-      state = state.for_checkpoint().like(abstract).placed(abstract)
-    norm = state.params["norm"]
-    scale, at = np.asarray(norm["scale"]), norm["scale"].sharding
-    if number == BAD:
-      norm["scale"] = jax.device_put(np.full_like(scale, np.inf), at)
-    state, scalars, _ = step(state, batch)
-    assert ("update_seconds" in scalars) == (place == "computed")
-    good.append(bool(scalars["finite"]))
-    if number == BAD:
-      state.params["norm"]["scale"] = jax.device_put(scale, at)
-  return own, state, good
-
-
-def named_bits(tree):
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
-
 
 # A second microbatch doubles a program.
 MICROBATCHES = [ROWS, night(ROWS // 2)]
@@ -168,7 +100,7 @@ def test_the_host_computes_the_same_update(rows):
 
 def test_a_run_whose_host_computes_goes_on_bit_for_bit():
   """From a checkpoint, whose arrays lie in pinned memory, and without gradients sent ahead."""
-  _, step, _ = step_of("computed", ROWS)
+  _, step, _ = step_of("computed")
   want = named_bits(stepped("computed")[1].for_checkpoint())
   step.ahead = 0
   assert named_bits(stepped("computed", stored=2)[1].for_checkpoint()) == want

@@ -279,7 +279,7 @@ def full(*_):
   raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_disk_that_fills_up_ends_the_run_with_one_line(monkeypatch, tmp_path):
+  """The line comes as the run takes the room, or in an update, on a disk that promised it."""
   """As the run begins, when the room is taken; or in an update, on a disk that promised it."""
   room = Room(str(tmp_path))
   with monkeypatch.context() as patch:

@@ -62,7 +62,7 @@ advanced("filed", state, 2)
 
 
 def held(state):
-  """What the host keeps of a state."""
+  """The arrays of a state that the host keeps."""
   return [x for x in jax.tree.leaves((state.params, state.opt_state)) if is_kept(x)]
 
 
@@ -279,8 +279,8 @@ def full(*_):
   raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def test_a_disk_that_fills_up_ends_the_run_with_one_line(monkeypatch, tmp_path):
   """The line comes as the run takes the room, or in an update, on a disk that promised it."""
-  """As the run begins, when the room is taken; or in an update, on a disk that promised it."""
   room = Room(str(tmp_path))
   with monkeypatch.context() as patch:
     patch.setattr(os, "posix_fallocate", full)

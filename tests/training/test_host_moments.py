@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import night
-from drawn import drawn_init
 from jax.sharding import NamedSharding
 from moment_places import (
   BAD,

@@ -34,6 +34,7 @@ from scmoe.training.members import (
   RUNNING,
   WAITING,
   Choice,
+  Life,
   Member,
   Others,
   Plan,
@@ -187,18 +188,23 @@ class Supervisor:
     if (code := self._ended_for_good()) is not None:
       return code
     if self._count is not None:
-      if (devices := self._count()) is None:
+      devices = self._count()
+      if devices is None and not self._lost_peer():
         return None
       self._count = None
-      if not devices:
+      if devices == 0:
         return Unavailable.code
-      self.tell(state=WAITING, devices=devices)
+      self.tell(state=WAITING, devices=devices or self.me.devices)
     alive = sorted([self.me, *self.others.alive()])
     if self._chosen_from(alive)[0].number == self.number and self._may_plan(alive):
       self._write_plan(alive)
     if self.latest != self._left and self.me.token in self.latest.tokens:
       self._begin()
     return None
+
+  def _lost_peer(self) -> bool:
+    """True if a member of the last turn is lost: its loss, and no device, ended the command."""
+    return any(self.others.is_silent(n) for n in self.plan.members if n != self.number)
 
   def _ended_for_good(self) -> int | None:
     """The exit code with which a member of the last turn has ended the run; None if it goes on."""
@@ -328,7 +334,7 @@ class Supervisor:
     peers = {n: self.others.last(n) for n in self.plan.members if n != self.number}
     for number, member in peers.items():
       if self.others.is_silent(number) and not (member and member.state == ENDED):
-        return f"process {number} is silent", 0.0
+        return f"process {number} is {'gone' if self.others.is_gone(number) else 'silent'}", 0.0
     tokens = dict(zip(self.plan.members, self.plan.tokens, strict=True))
     for number, member in peers.items():
       if member is not None and member.token != tokens[number]:
@@ -417,11 +423,15 @@ def supervise(member: Supervisor) -> int:
   # A terminal sends SIGINT to the children too, which save and end; this process waits for its own.
   before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, *hangups())}
   before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  life = Life(member.folder, member.number)
   try:
-    while (code := member.tick()) is None:
+    while True:
+      life.hold()
+      if (code := member.tick()) is not None:
+        return code
       time.sleep(_TICK_SECONDS)
-    return code
   finally:
+    life.release()
     member.ahead.stop()
     if member.child is not None:
       member.child.kill()

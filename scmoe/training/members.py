@@ -14,6 +14,8 @@ JSON and counts as unchanged.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 from collections import Counter
@@ -28,6 +30,7 @@ PLAN, AHEAD = "plan.json", "ahead.json"
 WAITING, COUNTING, RUNNING, ENDED = "waiting", "counting", "running", "ended"
 REGROUP, LEAVE = "regroup", "leave"
 DEATHS = 2  # after so many deaths in a row a member's host counts as at fault
+GONE_SECONDS = 3.0  # a member without its lock that wrote nothing for so long is gone; see `Life`
 LATE_SECONDS = 2.0  # a look that comes more seconds after the one before was held up; see `Others`
 _MOST_BYTES = 1 << 16
 
@@ -143,6 +146,63 @@ def write(path: Path, value: Member | Plan) -> None:
       os.close(file)
 
 
+class Life:
+  """The lock that a member's process holds on member_N.lock as long as it lives.
+
+  The kernel releases it when the process dies, however it dies, so others need not wait until the
+  member's file has been silent for long. If its host dies, the lock may stay.
+
+  Args:
+    folder: of the members' files.
+    number: of the member.
+  """
+
+  def __init__(self, folder: Path, number: int):
+    self._path, self._file = _lock_file(folder, number), -1
+
+  def hold(self) -> None:
+    """Takes the lock, unless this object has it; call it again later, since it may be in use.
+
+    Whoever looks at the lock (`is_held`) has it for a moment. A file system without locks has none
+    to take.
+    """
+    if self._file >= 0:
+      return
+    with contextlib.suppress(OSError):
+      file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except OSError:
+        os.close(file)
+        raise
+      self._file = file
+
+  def release(self) -> None:
+    """Gives the lock back, if this object has it."""
+    if self._file >= 0:
+      os.close(self._file)
+      self._file = -1
+
+
+def is_held(folder: Path, number: int) -> bool:
+  """Whether a process holds a member's lock (`Life`), as far as this host can see."""
+  try:
+    file = os.open(_lock_file(folder, number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+  except OSError:
+    return False
+  try:
+    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except OSError as error:
+    return error.errno in (errno.EAGAIN, errno.EACCES)
+  finally:
+    os.close(file)
+  return False
+
+
+def _lock_file(folder: Path, number: int) -> Path:
+  return folder / f"member_{number}.lock"
+
+
 def usable_of(members: Sequence[Member]) -> list[Member]:
   """The members that can train together: those with the commonest number of devices, in order.
 
@@ -163,6 +223,10 @@ class Others:
   time between two looks counts as silence only up to `LATE_SECONDS`: the others need a chance to
   write once the file system answers again.
 
+  A member whose process is dead is given up earlier: if its lock (`Life`) was seen held, is free
+  now, and its file has not changed for `GONE_SECONDS`. The first condition keeps file systems out
+  whose locks do not reach other hosts, the last one those that lose a lock.
+
   Args:
     folder: of the members' files.
     own: number of the member that looks.
@@ -176,6 +240,9 @@ class Others:
     self._numbers = [number for number in range(count) if number != own]
     self._left = {number: read_member(folder, number) for number in self._numbers}
     self._seen: dict[int, tuple[Member, float]] = {}
+    # Tokens of the members whose lock was seen held, and the last words of those that are gone.
+    self._locked: dict[int, str] = {}
+    self._gone: dict[int, Member] = {}
     self._since = self._looked = clock()
 
   @property
@@ -192,10 +259,16 @@ class Others:
         continue
       if number not in self._seen or self._seen[number][0] != member:
         self._seen[number] = member, self._clock()
+        if self._locked.get(number) != member.token and is_held(self._folder, number):
+          self._locked[number] = member.token
     self._looked = self._clock()
     if (late := self._looked - before - LATE_SECONDS) > 0:
       self._since += late
       self._seen = {n: (m, min(at + late, self._looked)) for n, (m, at) in self._seen.items()}
+    for number, (member, at) in self._seen.items():
+      quiet = self._looked - at > GONE_SECONDS and self._locked.get(number) == member.token
+      if quiet and self._gone.get(number) != member and not is_held(self._folder, number):
+        self._gone[number] = member
 
   def last(self, number: int) -> Member | None:
     """A member's newest description of itself, whether the member is alive or not.
@@ -204,8 +277,14 @@ class Others:
     """
     return self._seen[number][0] if number in self._seen else None
 
+  def is_gone(self, number: int) -> bool:
+    """True if a member's process is dead: it has left its lock, and its file does not change."""
+    return number in self._gone and self._gone[number] == self.last(number)
+
   def is_silent(self, number: int) -> bool:
-    """True if a member wrote nothing for so long that it is given up."""
+    """True if a member is gone, or wrote nothing for so long that it is given up."""
+    if self.is_gone(number):
+      return True
     changed = self._seen[number][1] if number in self._seen else self._since
     return self._clock() - changed > self._silent
 

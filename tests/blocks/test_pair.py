@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import night
+from drawn import drawn_model
 from flax import nnx
 
 import scmoe
@@ -32,11 +33,8 @@ def make_pair(wiring, overlap=OverlapConfig(), **fields):
   """A float32 pair of width 16 in which no norm is the identity."""
   config = BlockConfig(wiring=wiring, width=16, num_heads=2, num_experts=4, dtype="float32")
   config = dataclasses.replace(config, **fields)
-  pair = BlockPair(config, dispatch=ROOM, overlap=overlap, rngs=nnx.Rngs(params=0))
-  graph, state = nnx.split(pair)
-  keys = iter(jax.random.split(jax.random.key(1), 99))
-  moved = lambda p: p + 0.2 * jax.random.normal(next(keys), p.shape, p.dtype)
-  return nnx.merge(graph, jax.tree.map(moved, state))
+  make = lambda: BlockPair(config, dispatch=ROOM, overlap=overlap, rngs=nnx.Rngs(params=0))
+  return drawn_model(make, 0.2)
 
 
 def inputs(batch=2, length=5, width=16):

@@ -119,6 +119,7 @@ def test_terminated_while_it_saves(mesh8, tmp_path, whole, monkeypatch):
   assert bits(trainer(mesh8, tmp_path, steps=STEPS, checkpoint=CHECKPOINT).run()) == bits(whole[1])
 
 
+@pytest.mark.nightly  # by day test_files.py damages the programs that a run keeps
 def test_a_damaged_compilation_cache_costs_time_and_nothing_else(tmp_path, whole):
   """Everything that jax keeps of compiled programs, replaced by other bytes."""
   cache = tmp_path / "programs"

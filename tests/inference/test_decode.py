@@ -132,15 +132,16 @@ def test_a_prompt_does_not_depend_on_its_batch():
 
 
 @pytest.mark.parametrize(
-  ("sizes", "unroll"),
-  [night((2, 4, 1), 1), night((1, 2, 2), 1), ((1, 2, 2), 0)],
-  ids=["data-expert", "expert-tensor", "expert-tensor written out"],
-)
-def test_a_mesh_says_the_same(mesh_of, sizes, unroll):
+  ("sizes", "unroll", "wiring"),
+  [night((2, 4, 1), 1, "dgmoe_share"), night((1, 2, 2), 1, "dgmoe_share"),
+   night((1, 2, 2), 0, "dgmoe_share"), ((1, 2, 2), 0, "scmoe_pos2")],
+  ids=["data-expert", "expert-tensor", "expert-tensor written out", "a pair written out"],
+)  # fmt: skip
+def test_a_mesh_says_the_same(mesh_of, sizes, unroll, wiring):
   """Three prompts over eight, or two, parts of the batch."""
   prompts = [[5, 17, 3], [8], [1, 2, 3, 4, 5, 6]]
   say = lambda unroll, **mesh: generate(
-    make_model(wiring="dgmoe_share", unroll=unroll), prompts, GREEDY, max_new_tokens=6, **mesh
+    make_model(wiring=wiring, unroll=unroll), prompts, GREEDY, max_new_tokens=6, **mesh
   )
   assert say(unroll, mesh=mesh_of(*sizes)) == say(1)
 

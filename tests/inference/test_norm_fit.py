@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import drawn_model
 from flax import nnx
 
 from scmoe.base.batch import Batch
@@ -24,13 +25,9 @@ def models(style, wiring):
   """A random top-k model, and the start of another wiring from it: norms not of ones."""
   dropless = {"dispatch": DispatchConfig(transport="dropless")}
   config = ModelConfig(wiring="topk", style=style, **SIZES).resolve()
-  source = GPT(config, **dropless, rngs=nnx.Rngs(params=0))
+  source = drawn_model(lambda: GPT(config, **dropless, rngs=nnx.Rngs(params=0)))
   planned = plan(f"wiring={wiring}", config, RouterConfig())
-  model = GPT(planned.model, **dropless, rngs=nnx.Rngs(params=1))
-  shake = lambda path, x: (
-    x * (1 + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape))
-    if "norm" in jax.tree_util.keystr(path) else x)  # fmt: skip
-  nnx.update(source, jax.tree_util.tree_map_with_path(shake, nnx.state(source)))
+  model = drawn_model(lambda: GPT(planned.model, **dropless, rngs=nnx.Rngs(params=1)), seed=1)
   taken, own = nnx.to_pure_dict(nnx.state(source)), nnx.to_pure_dict(nnx.state(model))
   nnx.update(model, jax.tree_util.tree_map_with_path(lambda path, x: at(taken, path, x), own))
   return source, model

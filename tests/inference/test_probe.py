@@ -47,7 +47,7 @@ def probed(model, *batches) -> Probe:
   {"wiring": "farskip", "moe_every": 1, "num_layers": 2, "style": "llama", "sliding_window": 2,
    "full_attention_layers": "1"},
   night({"wiring": "scmoe_pos3", "moe_every": 1, "num_layers": 2, "shortcut_norm": "own"}),
-  {"wiring": "dgmoe_share"},
+  night({"wiring": "dgmoe_share"}),  # by day the gatings of dgmoe, below
   {"wiring": "scmoe_pos2", "style": "llama", "moe_every": 1, "num_layers": 3, "top_k": 2,
    "dense_layers": "1", "zero_experts": 2},
 ], ids=lambda f: f["wiring"])  # fmt: skip

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import drawn_model
 from flax import nnx
 
 from scmoe.base.errors import ConfigError
@@ -26,34 +27,40 @@ CONFIG = LatentAttentionConfig(
 
 
 def test_absorbed_equals_expanded():
-  layer = LatentAttention(CONFIG, rngs=nnx.Rngs(params=0))
+  layer = drawn_model(lambda: LatentAttention(CONFIG, rngs=nnx.Rngs(params=0)))
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.normal(size=(2, 7, 20)), jnp.float32)
   positions = jnp.broadcast_to(jnp.arange(7), (2, 7))
-  q, c, k = layer.project(x, positions)
+  q, c, k = jax.jit(layer.project)(x, positions)
   last = {"positions_BS": positions[:, -1:]}
   with jax.default_matmul_precision("highest"):
-    expanded = layer.expanded(q[:, -1:], c, k, **last)
-    absorbed = layer.absorbed(q[:, -1:], c, k, **last)
-    plain = layer.expanded(q, c, k)[:, -1:]
+    expanded = jax.jit(layer.expanded)(q[:, -1:], c, k, **last)
+    absorbed = jax.jit(layer.absorbed)(q[:, -1:], c, k, **last)
+    plain = jax.jit(layer.expanded)(q, c, k)[:, -1:]
   np.testing.assert_allclose(absorbed, expanded, rtol=2e-5, atol=2e-6)
   np.testing.assert_allclose(plain, expanded, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_cache_holds_latents_only_and_decodes_the_same(begins):
-  layer = LatentAttention(CONFIG, rngs=nnx.Rngs(params=1))
+  layer = drawn_model(lambda: LatentAttention(CONFIG, rngs=nnx.Rngs(params=1)))
+
+  @jax.jit
+  def step(x, positions, cache):
+    begun = begins if x.shape[1] > 1 else False
+    return layer.mix(layer.project(x, positions), positions, cache=cache, begins=begun)
+
   x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 6, 20)), jnp.float32)
   positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
-  whole = layer(x, positions)
+  whole = jax.jit(layer)(x, positions)
   cache = layer.empty_cache(2, 8, jnp.float32)
   assert sum(leaf.size for leaf in jax.tree.leaves(cache)) == 2 * 8 * (8 + 4)
   first = positions[:, :4]
-  y, cache = layer.mix(layer.project(x[:, :4], first), first, cache=cache, begins=begins)
+  y, cache = step(x[:, :4], first, cache)
   np.testing.assert_allclose(y, whole[:, :4], rtol=1e-4, atol=1e-5)
   for i in (4, 5):
     here = positions[:, i : i + 1]
-    y, cache = layer.mix(layer.project(x[:, i : i + 1], here), here, cache=cache)
+    y, cache = step(x[:, i : i + 1], here, cache)
     np.testing.assert_allclose(y, whole[:, i : i + 1], rtol=1e-4, atol=1e-5)
 
 

@@ -23,9 +23,9 @@ from scmoe.parallel.mesh import manual, parameter_specs
 B, S, D = 2, 5, 12
 
 
-def randomised(module, seed=0):
+def randomised(make, seed=0):
   """The module with no parameter 0 or 1, and the same parameters for the oracle."""
-  graph, state = nnx.split(module)
+  graph, state = nnx.split(nnx.eval_shape(make))  # what it would draw itself is never compiled
   rng = np.random.default_rng(seed)
   draw = lambda a: jnp.asarray(0.5 * rng.normal(size=a.shape), jnp.float32)
   state = jax.tree.map(draw, state)
@@ -42,7 +42,7 @@ def assert_close(got, expected):
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_norms(kind):
-  norm, p = randomised(Norm(D, kind, 0.1))
+  norm, p = randomised(lambda: Norm(D, kind, 0.1))
   x = inputs(S, D) + 3.0
   assert_close(
     norm(jnp.asarray(x)), oracles.values([oracles.norm(v, p, kind, 0.1) for v in tape.lift(x)])
@@ -53,7 +53,7 @@ def test_norms(kind):
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_gradients_of_norms(kind, dtype):
   """Those of the formula in float32, rounded once at the end."""
-  norm, _ = randomised(Norm(D, kind, 0.1))
+  norm, _ = randomised(lambda: Norm(D, kind, 0.1))
   graph, state = nnx.split(norm)
   x, c = (jnp.asarray(inputs(3, 4, D, seed=seed), dtype) for seed in (1, 2))
 
@@ -85,7 +85,9 @@ def test_norms_of_large_bfloat16_values_are_computed_in_float32():
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_mlps(activation, bias):
-  mlp, p = randomised(MLP(MLPConfig(D, 7, activation=activation, bias=bias), rngs=nnx.Rngs(0)))
+  mlp, p = randomised(
+    lambda: MLP(MLPConfig(D, 7, activation=activation, bias=bias), rngs=nnx.Rngs(0))
+  )
   x = inputs(S, D)
   expected = [oracles.feed_forward(tape.lift(v), p, activation) for v in x]
   assert_close(mlp(jnp.asarray(x)), oracles.values(expected))
@@ -108,7 +110,7 @@ def attention(kv_heads, theta, bias):
   config = AttentionConfig(
     D, num_heads=4, num_kv_heads=kv_heads, head_dim=6, rope_theta=theta, bias=bias
   )
-  return randomised(Attention(config, rngs=nnx.Rngs(0)))
+  return randomised(lambda: Attention(config, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_a_multiplier_replaces_the_usual_scale_of_scores():
   """Scores times √N more are those of queries that are √N times as large."""
   sizes = {"width": D, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
   plain, scaled = (
-    randomised(Attention(AttentionConfig(**sizes, multiplier=m), rngs=nnx.Rngs(0)))[0]
+    randomised(lambda m=m: Attention(AttentionConfig(**sizes, multiplier=m), rngs=nnx.Rngs(0)))[0]
     for m in (0.0, 1.0)
   )
   x, positions = jnp.asarray(inputs(B, S, D)), jnp.broadcast_to(jnp.arange(S), (B, S))
@@ -229,7 +231,9 @@ def test_rope_scores_depend_on_distance_only():
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_embedding_and_logits(tied):
-  module, p = randomised(Embedding(EmbeddingConfig(7, D, context=S, tied=tied), rngs=nnx.Rngs(0)))
+  module, p = randomised(
+    lambda: Embedding(EmbeddingConfig(7, D, context=S, tied=tied), rngs=nnx.Rngs(0))
+  )
   ids = np.asarray([[1, 6, 0]])
   h = module(jnp.asarray(ids), jnp.asarray([[0, 1, 4]]), jnp.float32)
   expected = [p["tokens"].value[i] + p["positions"].value[s] for i, s in zip([1, 6, 0], [0, 1, 4])]
@@ -255,7 +259,9 @@ def test_both_uses_of_tied_embeddings_get_a_gradient():
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_vocabulary_in_parts_has_the_losses_and_gradients_of_a_whole_one(mesh_of, tied):
   """Embedding, logits and losses on two devices, each with half of the tokens' rows."""
-  module, _ = randomised(Embedding(EmbeddingConfig(6, D, context=S, tied=tied), rngs=nnx.Rngs(0)))
+  module, _ = randomised(
+    lambda: Embedding(EmbeddingConfig(6, D, context=S, tied=tied), rngs=nnx.Rngs(0))
+  )
   graph, params = nnx.split(module)
   rng = np.random.default_rng(3)
   ids, targets = (jnp.asarray(rng.integers(0, 6, (B, S))) for _ in range(2))

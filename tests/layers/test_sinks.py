@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import drawn_model
 from flax import nnx
 
 from scmoe.blocks.options import OverlapConfig
@@ -110,7 +111,7 @@ def model_of(overlap=OverlapConfig(), **fields):
   sizes = {"width": 16, "num_heads": 2, "num_layers": 4, "num_experts": 4, "top_k": 2}
   sizes |= {"mlp_hidden": 16, "context": 16, "dtype": "float32", "init_std": 0.3, "style": "llama"}
   config = ModelConfig(**{**sizes, "wiring": "topk", "vocab_size": 32, **fields})
-  return GPT(config, overlap=overlap, rngs=nnx.Rngs(0))
+  return drawn_model(lambda: GPT(config, overlap=overlap, rngs=nnx.Rngs(0)))
 
 
 WINDOWS = {

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import by_day_and_night
+from drawn import drawn_model
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -165,7 +166,7 @@ def layer(router, k=2, width=4, experts=4, dispatch=None, seed=0):
     router=router,
     dispatch=dispatch or DispatchConfig(capacity_factor=4.0, groups=2),
   )
-  return MoE(config, rngs=nnx.Rngs(seed))
+  return drawn_model(lambda: MoE(config, rngs=nnx.Rngs(0)), 0.5, seed)
 
 
 def run(moe, x, mesh=None, **call):

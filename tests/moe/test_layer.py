@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import pairs_by_day_and_night
+from drawn import drawn_model
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -58,7 +59,7 @@ def gradients_of(graph, mesh=None):
 @functools.cache
 def layer(dispatch, mesh=None):
   config = MoEConfig(D, F, E, 2, bias=True, init_std=1.0, out_std=1.0, dispatch=DISPATCH[dispatch])
-  graph, params = nnx.split(MoE(config, rngs=nnx.Rngs(0)))
+  graph, params = nnx.split(drawn_model(lambda: MoE(config, rngs=nnx.Rngs(0)), 1.0))
   return functools.partial(gradients_of(graph, mesh), params)
 
 
@@ -188,7 +189,7 @@ def test_every_implementation_of_the_experts_is_the_same_layer(impl):
   results = []
   for name in ("auto", impl):
     config = MoEConfig(D, F, E, 2, init_std=1.0, out_std=1.0, impl=name, dispatch=DispatchConfig())
-    graph, params = nnx.split(MoE(config, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(drawn_model(lambda c=config: MoE(c, rngs=nnx.Rngs(0)), 1.0))
     results.append(gradients_of(graph)(params, x))
   close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
   jax.tree.map(close, *results)

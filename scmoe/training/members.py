@@ -184,16 +184,19 @@ class Life:
       self._file = -1
 
 
-def is_held(folder: Path, number: int) -> bool:
-  """Whether a process holds a member's lock (`Life`), as far as this host can see."""
+def is_held(folder: Path, number: int) -> bool | None:
+  """Whether a process holds a member's lock (`Life`), as far as this host can see.
+
+  None if that cannot be told: there is no such file, or it cannot be opened or locked.
+  """
   try:
     file = os.open(_lock_file(folder, number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
   except OSError:
-    return False
+    return None
   try:
     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
   except OSError as error:
-    return error.errno in (errno.EAGAIN, errno.EACCES)
+    return True if error.errno in (errno.EAGAIN, errno.EACCES) else None
   finally:
     os.close(file)
   return False
@@ -267,7 +270,7 @@ class Others:
       self._seen = {n: (m, min(at + late, self._looked)) for n, (m, at) in self._seen.items()}
     for number, (member, at) in self._seen.items():
       quiet = self._looked - at > GONE_SECONDS and self._locked.get(number) == member.token
-      if quiet and self._gone.get(number) != member and not is_held(self._folder, number):
+      if quiet and self._gone.get(number) != member and is_held(self._folder, number) is False:
         self._gone[number] = member
 
   def last(self, number: int) -> Member | None:

@@ -46,7 +46,7 @@ class Watch:
 
 
 def test_the_lock_ends_with_its_process(tmp_path):
-  assert not is_held(tmp_path, 1)
+  assert is_held(tmp_path, 1) is None
   process = subprocess.Popen(
     [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
   )
@@ -61,11 +61,11 @@ def test_the_lock_ends_with_its_process(tmp_path):
     assert is_held(tmp_path, 1)
     process.send_signal(signal.SIGKILL)
     process.wait(30)
-    assert not is_held(tmp_path, 1)
+    assert is_held(tmp_path, 1) is False
     second.hold()
     assert is_held(tmp_path, 1)
     second.release()
-    assert not is_held(tmp_path, 1)
+    assert is_held(tmp_path, 1) is False
   finally:
     process.kill()
     process.wait()
@@ -106,6 +106,19 @@ def test_only_a_dead_process_is_given_up_early(tmp_path, held, released, writes)
   watch.passes(4, writes=writes)
   assert watch.others.is_silent(1) == (not writes)
   watch.life.release()
+
+
+def test_a_lock_that_cannot_be_looked_at_tells_nothing(tmp_path):
+  """A file that was deleted, or a file system that answers with errors."""
+  watch = Watch(tmp_path)
+  watch.life.hold()
+  watch.passes(5, writes=True)
+  watch.life.release()
+  (tmp_path / "member_1.lock").unlink()
+  watch.passes(SILENT - 2, writes=False)
+  assert not watch.others.is_silent(1)
+  watch.passes(4, writes=False)
+  assert watch.others.is_silent(1)
 
 
 def test_the_lock_of_the_process_before_does_not_count(tmp_path):

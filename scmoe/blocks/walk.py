@@ -121,7 +121,8 @@ def begin(pair: Any, context: Context, handed_BSD: Float[Array, "B S D"]) -> Beg
 class PairWalk:
   """One batch on its way through a pair: the values between two steps, and a method per step.
 
-  `scmoe.blocks.schedule` says in which order `in_turns` calls the methods.
+  `scmoe.blocks.schedule` says in which order the steps run. `in_turns` yields each step with the
+  method of its name, and `BlockPair.__call__` or `run_trunks` calls that method.
 
   Args:
     pair: the `scmoe.blocks.pair.BlockPair`, whose modules the steps run.
@@ -372,7 +373,10 @@ class PairWalk:
   def barrier(self, step: Step) -> None:
     """Ties the main path to the gating's newest value: its result, its rows, or its input.
 
-    If the step is `ahead`, the value is the input of the next pair's experts.
+    The two do not depend on each other, so without the tie XLA may place the main path's steps
+    anywhere. With it, a later step reads neither value before both are computed, and so the
+    exchange keeps beside it the steps that hide it. If the step is `ahead`, the value is the input
+    of the next pair's experts.
     """
     tie, g = functools.partial(barrier, direction=step.direction), step.gating
     if step.ahead:

@@ -40,9 +40,11 @@ parameter has a sum over devices, the last microbatch runs in the same loop as t
 Microbatches that run side by side are a *group*, and the loop runs one group at a time. In the
 example each group is one microbatch.
 
-`accumulate` drives this for a step; models call `added`, `added_by_scan` or `added_by_layer` on
-the parameters they are about to read. `scmoe.parallel.gradients` says which devices hold the same
-parameter.
+`accumulate` drives this for a step. Parameters pass through this module, with their totals, before
+a model reads them. `run_trunks` hands the stack of pairs to `added_by_scan` or `added_by_layer`,
+and each pair's own parameters to `ready`: it calls `added`, and gathers what data ranks share. The
+objective hands all other parameters to `ready_beside_pairs`. Adapters, which are small, pass
+through `added` together. `scmoe.parallel.gradients` says which devices hold the same parameter.
 """
 
 from __future__ import annotations
@@ -147,7 +149,7 @@ class Losses(Protocol):
     Args:
       params: the parameters, once for each microbatch: their gradients stay separate.
       totals: `GradientTotal`s of the parameters, or None. If given, the objective passes each
-        parameter through `added`, `added_by_scan` or `added_by_layer` before it reads it.
+        parameter through a function of this module that calls `added` before it reads it.
       router: state that gradients do not train.
       batches, rngs: for each microbatch this device's share of the batch, and a typed key.
       ahead: what `look_ahead` returned.

@@ -154,7 +154,10 @@ class Journal:
   # -- evaluations, comparison of hosts, end of the run -----------------------------------------
 
   def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-    """Writes an evaluation of this step to metrics.jsonl and prints it, on process 0."""
+    """Writes an evaluation of this step to all outputs of the run and prints it, on process 0.
+
+    The outputs are metrics.jsonl, TensorBoard and the trackers, as far as the run has them.
+    """
     if self._metrics is None:
       return
     self._metrics.write(step, dict(values), "eval")

@@ -64,9 +64,11 @@ class _Results:
   Attributes:
     drawn: the drawn tokens of all rows.
     rows: the rows whose drawn token is their request's next one; that of the others means nothing.
-    logprob_RC: log-probabilities of the prompts' tokens; None if no request in the program asked
-      for them.
-    pieces: the pieces whose tokens `logprob_RC` is about.
+    logprob_RC: row r is about the piece of a prompt in row r of the program. [r, c] is the
+      log-probability of the token that follows the piece's c-th token, counted from 0: of a piece
+      that begins at position 16 of its prompt, [r, 0] is that of the prompt's token 17. None if no
+      request in the program asked for them.
+    pieces: the pieces that `logprob_RC` is about; columns beyond a piece's tokens mean nothing.
   """
 
   drawn: Drawn

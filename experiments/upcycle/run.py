@@ -177,7 +177,7 @@ class Study:
       begin = ["--config=upcycle_small", *self.rest]
       self.train(teacher, self.sizes.teacher_steps, 0, begin, self.sizes.teacher)
       card = json.loads((teacher / "card.json").read_text("utf-8"))
-      entries = {name: card[name] for name in ("commit", "versions", "devices") if name in card}
+      entries = {name: card[name] for name in ("git", "versions", "devices")}
       self.result |= {"date": time.strftime("%Y-%m-%d"), "command": shlex.join(sys.argv), **entries}
       tokens = last(teacher, "train")["tokens"]
       self.result["teacher"] = {"loss": self.evaluated("teacher"), "tokens": tokens}

@@ -43,7 +43,9 @@ _PLAN_SHAPE = {
 }  # fmt: skip
 _RESULT_SHAPE = {
   "study": str, "scale": str, "variant": str, "seed": int, "plan": str, "status": str, "date": str,
-  "final": {"*": object}, "train": dict, "evals": dict,
+  "final": {"*": object}, "train": dict, "evals": dict, "hardware": str, "tokens": float,
+  "parameters": dict, "git": {"commit": Maybe(str), "changed": Maybe(bool)}, "data": Maybe(dict),
+  "versions": Maybe(dict), "step_seconds": Maybe(dict),
 }  # fmt: skip
 
 Result = dict[str, Any]

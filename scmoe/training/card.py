@@ -22,11 +22,18 @@ from scmoe.base.stored import Maybe, StoredError, read_json, write_json
 CARD = "card.json"
 PACKAGE = Path(__file__).resolve().parents[1]  # the folder scmoe/, whose changed files count
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
-# The fields that readers of card.json rely on, with their types; see `scmoe.base.stored`.
+# The fields of card.json into which its readers look, with their types; see `scmoe.base.stored`.
+# `command` and `environment` are not among them: readers only copy them, whatever they are.
 CARD_SHAPE = {
-  "config": Maybe(dict),
+  "time": Maybe(str),
+  "git": Maybe({"commit": Maybe(str), "changed": Maybe(bool)}),
+  "versions": Maybe({"*": str}),
+  "host": Maybe(dict),
   "devices": Maybe({"count": int, "kind": str}),
+  "config": Maybe(dict),
+  "data": Maybe(dict),
   "parameters": Maybe(dict),
+  "flops_per_token": Maybe(float),
   "starts": Maybe([dict]),
 }
 # The environment variables that the card holds: they change how jax computes. All others are left

@@ -9,10 +9,12 @@ from runs_by_hand import write_run
 
 from scmoe import compare as command
 from scmoe.base.errors import ConfigError, DataError
+from scmoe.base.stored import StoredError
 from scmoe.reports.comparison import compare
 from scmoe.reports.curves import curve, draw_curves
 from scmoe.reports.records import find_runs, read_run
 from scmoe.reports.tables import differences_table, paired_table, result_table, runs_table
+from scmoe.training.card import CARD_SHAPE, read_card
 
 TOP2 = (("model.wiring", "top2"),)
 POS2 = (("model.wiring", "scmoe_pos2"),)
@@ -173,4 +175,29 @@ def test_mistakes_are_one_line(tmp_path):
   run = write_run(tmp_path / "a", losses=[1.0])
   (run / "card.json").write_text("[]")
   with pytest.raises(DataError, match=r"card\.json cannot be used: it is \[\], not an object"):
+    read_run(run)
+
+
+DAMAGED = {
+  "time": 7, "git": "abc", "versions": ["0.10"], "host": "a", "devices": {"count": "1", "kind": "x"},
+  "config": [], "data": "text", "parameters": 7, "flops_per_token": "1e9", "starts": [7],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", CARD_SHAPE)
+def test_a_damaged_field_of_a_card_is_one_line(tmp_path, field):
+  run = write_run(tmp_path / "a", losses=[1.0])
+  card = json.loads((run / "card.json").read_text()) | {field: DAMAGED[field]}
+  (run / "card.json").write_text(json.dumps(card))
+  with pytest.raises(StoredError, match=r"card\.json cannot be used: .* is .*, not ") as said:
+    read_run(run)
+  assert "\n" not in str(said.value)
+  assert read_card(run) == {}
+
+
+def test_a_commit_that_is_no_text_is_one_line(tmp_path):
+  run = write_run(tmp_path / "a", losses=[1.0])
+  card = json.loads((run / "card.json").read_text()) | {"git": {"commit": 7}}
+  (run / "card.json").write_text(json.dumps(card))
+  with pytest.raises(StoredError, match="'commit' is 7, not a text"):
     read_run(run)

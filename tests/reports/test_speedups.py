@@ -22,7 +22,7 @@ def folder(tmp_path):
   line = lambda plan, variant, seed, tokens, loss: {
     "study": plan.study, "scale": "gpu", "variant": variant, "seed": seed, "data": {},
     "plan": plan.digest(variant), "status": "done", "date": "", "train": {}, "evals": {},
-    "tokens": tokens, "final": {"loss": loss},
+    "tokens": tokens, "final": {"loss": loss}, "hardware": "1 x gpu", "parameters": {}, "git": {},
   }  # fmt: skip
   baseline = Plan("effective_speedup", "gpu", "", {}, {n: {"n": n} for n in SHARES},
                   dict.fromkeys(SHARES, 2), ())  # fmt: skip

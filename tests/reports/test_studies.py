@@ -62,6 +62,19 @@ def test_plan_and_results_are_read_back(tmp_path):
     read_study(tmp_path, "gpu")
 
 
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [("git", "abc"), ("git", {"commit": 7}), ("hardware", None), ("tokens", "8"), ("parameters", []),
+   ("data", 7), ("versions", "0.10"), ("step_seconds", 0.01)],
+)  # fmt: skip
+def test_a_damaged_field_of_a_result_is_one_line(tmp_path, field, value):
+  (tmp_path / "results/runs").mkdir(parents=True)
+  PLAN.write(tmp_path / "results")
+  studies.write_results(tmp_path / "results/runs/gpu-1.jsonl", [GOOD[0], GOOD[1] | {field: value}])
+  with pytest.raises(DataError, match=r"gpu-1.jsonl:2 cannot be used: .* is .*, not "):
+    read_study(tmp_path, "gpu")
+
+
 def test_findings():
   first, second = findings(collected(PLAN, GOOD))
   assert first.verdict == "equivalent within 0.01"

@@ -60,23 +60,36 @@ def load(path: str, field: str) -> Any:
 
 
 def construct(path: str, field: str, *args: Any, needs: Iterable[str] = (), **options: Any) -> Any:
-  """Calls the object that an import path names; checks that the result has the methods `needs`.
+  """Calls the object that an import path names; see `load` and `made_by`.
 
   Raises:
-    ConfigError: see `load`; or the call failed, or a method is missing.
+    ConfigError: see both.
   """
-  make = load(path, field)
+  return made_by(load(path, field), f"{field}={path!r}", *args, needs=needs, **options)
+
+
+def made_by(make: Any, named: str, *args: Any, needs: Iterable[str] = (), **options: Any) -> Any:
+  """Calls a user's class or function; checks that the result has the methods `needs`.
+
+  Args:
+    make: what is called with `args` and `options`.
+    named: the configuration's field with its value, `field='value'`, for messages.
+    needs: names of methods.
+
+  Raises:
+    ConfigError: the call failed, or a method is missing.
+  """
   try:
     made = make(*args, **options)
   except ConfigError:
     raise
   except (Exception, SystemExit) as error:
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    raise ConfigError(f"{field}={path!r} could not be made: {what}") from None
+    raise ConfigError(f"{named} could not be made: {what}") from None
   missing = [name for name in needs if not callable(getattr(made, name, None))]
   if missing:
     raise ConfigError(
-      f"{field}={path!r} made a {type(made).__name__} without the method {missing[0]}; it needs: "
+      f"{named} made a {type(made).__name__} without the method {missing[0]}; it needs: "
       f"{', '.join(needs)}"
     )
   return made

@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.extensions import construct
+from scmoe.base.extensions import load, made_by
 from scmoe.kernels.grouped_matmul.activations import clamped
 from scmoe.kernels.top_k import GateOutput, gate_product, gate_top_k
 from scmoe.moe.options import GATES, RouterConfig
@@ -243,14 +243,14 @@ def make_gates(
   """Makes `config.num_gates` gates over one set of experts, each with its own initial weights.
 
   Raises:
-    ConfigError: the gate cannot be imported, the call that makes it fails, or what it makes cannot
-      be called with tokens.
+    ConfigError: the gate cannot be imported, the call that makes it fails, or what it makes is no
+      function of tokens: it has no method `__call__`. `check_logits` checks what that returns.
   """
   make: Any = GATES.get(config.gate, config.gate)  # a class, or where to import it from
-  if isinstance(make, str):
-    make = functools.partial(construct, make, "router.gate", needs=("__call__",))
+  make = load(make, "router.gate") if isinstance(make, str) else make
+  made = functools.partial(made_by, make, f"router.gate={config.gate!r}", needs=("__call__",))
   return [
-    make(width, num_experts, config, init_std=init_std, rngs=rngs) for _ in range(config.num_gates)
+    made(width, num_experts, config, init_std=init_std, rngs=rngs) for _ in range(config.num_gates)
   ]
 
 

@@ -1,5 +1,8 @@
 """Gates, weights and forced choices against float64 loops over tokens and experts."""
 
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -265,6 +268,27 @@ def test_a_gate_of_ones_own(monkeypatch):
   loss = lambda params: (nnx.merge(graph, params)(x)[0] ** 2).sum()
   gradient = nnx.to_pure_dict(jax.jit(jax.grad(loss))(params))["router_gate"][0]["preference"]
   assert np.abs(gradient).max() > 0
+
+
+@pytest.mark.parametrize("own", ["entry", "path"])
+@pytest.mark.parametrize(
+  ("make", "problem"), [("divides", "could not be made: ZeroDiv"), ("dict", "without the method")]
+)
+def test_a_gate_that_cannot_be_made_is_one_line(monkeypatch, own, make, problem):
+  """A class that stands in `GATES` itself, and one that is imported."""
+  made = {"divides": lambda *_, **__: 1 / 0, "dict": lambda *_, **__: {}}[make]
+  gate = f"constant_{make}"
+  if own == "path":
+    module = types.ModuleType("gates_of_a_test")
+    setattr(module, gate, made)
+    monkeypatch.setitem(sys.modules, "gates_of_a_test", module)
+    gate = f"gates_of_a_test:{gate}"
+  else:
+    monkeypatch.setitem(GATES, gate, made)
+  with pytest.raises(ConfigError, match=problem) as said:
+    layer(RouterConfig(gate=gate), k=1)
+  assert str(said.value).startswith(f"router.gate={gate!r} ")
+  assert "\n" not in str(said.value)
 
 
 def test_an_unknown_gate_names_the_known_ones():

@@ -179,7 +179,7 @@ def test_mistakes_are_one_line(tmp_path):
 
 
 DAMAGED = {
-  "time": 7, "git": "abc", "versions": ["0.10"], "host": "a", "devices": {"count": "1", "kind": "x"},
+  "time": 7, "git": "abc", "versions": ["0.10"], "host": "a", "devices": {"count": 1, "kind": 9},
   "config": [], "data": "text", "parameters": 7, "flops_per_token": "1e9", "starts": [7],
 }  # fmt: skip
 

@@ -122,7 +122,8 @@ class AdapterFolder:
           experts = whole_b.shape[: bool(place.experts)]
           rows = (slice(None),) * len(experts) + (slice(rank),)
           outs = whole_b.shape[len(experts) + 1 :]
-          whole_b[rows] = scale * b.reshape(*experts, rank, *outs)
+          with np.errstate(over="ignore"):  # who adds them to the model's weights finds infinity
+            whole_b[rows] = scale * b.reshape(*experts, rank, *outs)
     return found
 
   def _known(self, family: str, model: ModelConfig, tensors: Sequence[Tensor]) -> Iterator[Place]:

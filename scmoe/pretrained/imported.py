@@ -68,7 +68,7 @@ def import_model(
 
   Raises:
     DataError: a file or a tensor cannot be used, or a tensor holds NaN or infinity, or the adapters
-      are those of another model.
+      are those of another model, or their sum with a weight is not finite.
     ConfigError: tokenizer or mesh do not fit, or the workdir has a run already.
     StorageError: the run cannot be written.
   """
@@ -99,7 +99,7 @@ def import_model(
       write_json(workdir / SOURCE, origin)
     write_json(workdir / "config.json", built.config)
 
-  with new_run(workdir) as keeper, _weights_are_finite(released):
+  with new_run(workdir) as keeper, _weights_are_finite(released, adapters):
     if planned is None and adapters is None and jax.process_count() == 1:
       keeper.save_pieces(0, *released.pieces(), {}, _meta(built), describe)
     else:
@@ -136,11 +136,12 @@ def _merged(
 
 
 @contextlib.contextmanager
-def _weights_are_finite(released: Released) -> Iterator[None]:
-  """If a step is refused because an array is not finite, names the tensor that is to blame.
+def _weights_are_finite(released: Released, adapters: AdapterFolder | None) -> Iterator[None]:
+  """If a step is refused because an array is not finite, names the file that is to blame.
 
   Raises:
-    DataError: a tensor of the folder holds NaN or infinity.
+    DataError: a tensor of the folder holds NaN or infinity; or none does, and the sum with the
+      adapters overflows the type of a weight.
   """
   try:
     yield
@@ -151,7 +152,12 @@ def _weights_are_finite(released: Released) -> Iterator[None]:
           f"{released.folder.entries[name].file}: tensor {name} holds NaN or infinity; give a "
           "folder whose weights are all finite"
         ) from None
-    raise
+    if adapters is None:
+      raise
+    raise DataError(
+      f"{adapters.path}: the model's weights are finite, but not their sum with these adapters, "
+      "which their types cannot hold; lower lora_alpha, or give other adapters"
+    ) from None
 
 
 def upcycled(

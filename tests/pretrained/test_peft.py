@@ -300,6 +300,10 @@ BROKEN = {
   "experts the other way": (_value(B_END, lambda x: x.T.copy()), "PEFT before 0.19.1"),
   "integers": (_value(A_END, lambda x: x.astype(np.int32)), "of type I32; known: F32"),
   "not finite": (_value(B_END, lambda x: x + np.nan), "holds NaN or infinity"),
+  "a sum beyond float32": (
+    _value("q_proj.lora_B.weight", lambda x: x * 0 + 3e38),
+    "weights are finite, but not their sum .*; lower lora_alpha, or give other adapters",
+  ),
 }
 
 

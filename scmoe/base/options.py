@@ -22,7 +22,7 @@ import inspect
 import math
 import numbers
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -191,6 +191,14 @@ def check_choice(
   )
 
 
+# Abstract class -> the type that users write for it, and how.
+_ABSTRACT: dict[type, tuple[str, str]] = {
+  Sequence: ("list", "[...]"),
+  Iterable: ("list", "[...]"),
+  Mapping: ("dict", "{...}"),
+}
+
+
 def check_type(name: str, value: Any, cls: type) -> None:
   """Checks that an argument is an object of a class.
 
@@ -198,9 +206,46 @@ def check_type(name: str, value: Any, cls: type) -> None:
     ConfigError: names the argument, its type and the class.
   """
   if not isinstance(value, cls):
+    word, form = _ABSTRACT.get(cls, (cls.__name__, f"{cls.__name__}(...)"))
     raise ConfigError(
-      f"{name}={_shown(value)} is of type {type(value).__name__}, not {cls.__name__}; use "
-      f"{cls.__name__}(...)"
+      f"{name}={_shown(value)} is of type {type(value).__name__}, not {word}; use {form}"
+    )
+
+
+def check_whole(name: str, value: Any, least: float = -math.inf) -> None:
+  """Checks that an argument is a whole number, and not too small.
+
+  Raises:
+    ConfigError: names the argument, and its type or the least value.
+  """
+  if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    raise ConfigError(
+      f"{name}={_shown(value)} is of type {type(value).__name__}, not int; use a whole number"
+    )
+  if value < least:
+    raise ConfigError(f"{name}={value} is too small; the least is {least}")
+
+
+def check_array(name: str, value: Any) -> None:
+  """Checks that an argument is an array: it has a shape and a type of numbers.
+
+  Raises:
+    ConfigError: names the argument and its type.
+  """
+  if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+    raise ConfigError(f"{name} is of type {type(value).__name__}, not an array; use jnp.asarray")
+
+
+def check_callable(name: str, value: Any) -> None:
+  """Checks that an argument can be called.
+
+  Raises:
+    ConfigError: names the argument and its type.
+  """
+  if not callable(value):
+    raise ConfigError(
+      f"{name}={_shown(value)} is of type {type(value).__name__}, which cannot be called; give a "
+      "function"
     )
 
 

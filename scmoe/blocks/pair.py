@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from scmoe.base.options import check_type
+from scmoe.base.options import check_array, check_type
 from scmoe.blocks.block import BlockConfig
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import make_schedule
@@ -101,8 +101,14 @@ class BlockPair(nnx.Module):
       caches: of the attentions [units][blocks], as `empty_cache` makes them, or None.
 
     Raises:
-      ConfigError: h is not [batch, sequence, width].
+      ConfigError: h is not [batch, sequence, width], or `context` no `Context`, or an array of it
+        no array.
     """
+    check_array("h_BSD", h_BSD)
+    check_type("context", context, Context)
+    for name in ("positions_BS", "segments_BS", "mask_BS"):
+      if (value := getattr(context, name)) is not None:
+        check_array(name, value)
     walk = PairWalk(self, h_BSD, context, handed_BSD, caches)
     for run, step in in_turns([walk]):
       run(step)

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_type
+from scmoe.base.options import check_type, check_whole
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.wiring import Tap, Wiring, is_handed_over, tap_index
 
@@ -152,12 +152,13 @@ def make_schedule(
 
   Raises:
     ConfigError: `overlap.schedule` or `overlap.ablation.backward` names no step, or neither one
-      step nor one for each chunk; `wiring` or `blocks` is of another type; or `blocks` is below 1.
+      step nor one for each chunk; an argument is of another type; or `blocks` or `chunks` is below
+      1.
   """
   check_type("wiring", wiring, Wiring)
-  check_type("blocks", blocks, int)
-  if blocks < 1:
-    raise ConfigError(f"blocks={blocks} is too small; the least is 1")
+  check_type("overlap", overlap, OverlapConfig)
+  check_whole("blocks", blocks, 1)
+  check_whole("chunks", chunks, 1)
   dense = dense_steps(wiring, blocks)
   starts = [tap_step(tap_index(tap, blocks)) for tap in wiring.taps]
   names = tuple(step.name for step in earlier_steps(wiring, blocks))

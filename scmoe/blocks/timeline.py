@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_choice, check_type, check_whole
 from scmoe.blocks.schedule import (
   ADD,
   COMBINE,
@@ -107,13 +108,21 @@ def unit_times(wiring: Wiring, blocks: int, durations: Mapping[str, float]) -> T
       `combine` and `add`, in any unit of time; `StageSeconds.milliseconds` gives modelled ones.
 
   Raises:
-    ConfigError: the wiring has no MoE.
+    ConfigError: the wiring has no MoE, `durations` lacks an operation, or an argument is of another
+      type.
   """
+  check_type("wiring", wiring, Wiring)
+  check_whole("blocks", blocks, 1)
+  check_type("durations", durations, Mapping)
   if not wiring.taps:
     raise ConfigError("a wiring without experts has no schedule; use another one than 'dense'")
   before, window = split_window(wiring, blocks)
-  time_of = lambda step: durations[step.operation.removesuffix(" expert")]
-  stages = {name: durations[name] for name in (ROUTE, DISPATCH, EXPERTS, COMBINE, ADD)}
+  operation = lambda step: step.operation.removesuffix(" expert")
+  needed = [ROUTE, DISPATCH, EXPERTS, COMBINE, ADD, *map(operation, [*before, *window])]
+  if lost := [name for name in needed if name not in durations]:
+    raise ConfigError(f"durations has no {lost[0]!r}; give the time of that operation")
+  time_of = lambda step: durations[operation(step)]
+  stages = {name: durations[name] for name in needed[:5]}
   dense = tuple((step.name, time_of(step)) for step in window)
   earlier = tuple((step.name, time_of(step)) for step in earlier_steps(wiring, blocks))
   return Times(dense, **stages, before=sum(map(time_of, before)), earlier=earlier)
@@ -200,8 +209,14 @@ def chunked_timeline(times: Times, slots: Sequence[str], overhead: float = 0.0) 
     times: of the unit.
     slots: of each chunk's experts, in order.
     overhead: extra time of every chunk of every stage, for its launch.
+
+  Raises:
+    ConfigError: `times` is no `Times`, or a slot is not one of `times.slots`.
   """
+  check_type("times", times, Times)
   names, chunks = times.slots, len(slots)
+  for slot in slots:
+    check_choice("slot", slot, names)
   label = lambda name, i: name if chunks == 1 else f"{name} {i + 1}"
   now = times.before + times.route
   spans = [Span(COMPUTE, "before", 0.0, times.before), Span(COMPUTE, "route", times.before, now)]
@@ -274,7 +289,13 @@ def draw(spans: Sequence[Span], width: int = 76) -> str:
   >>> print(draw([Span(COMPUTE, "mlp", 0, 2), Span(LINK, "dispatch", 0, 1)], 20))
   compute |mlp-----------------|
   link    |dispatch--··········|
+
+  Raises:
+    ConfigError: `spans` is no list of `Span`s.
   """
+  check_type("spans", spans, Sequence)
+  for span in spans:
+    check_type("spans", span, Span)
   end = length(spans)
   if end <= 0:
     return ""
@@ -301,7 +322,11 @@ def describe(
   Each slot's line also has its hidden share. The timeline is that of the best number of chunks
   (`best_chunks`), whose length has a line if they are several; it is `width` characters wide
   without its labels.
+
+  Raises:
+    ConfigError: `times` is no `Times`.
   """
+  check_type("times", times, Times)
   best, parts = best_slot(times), best_chunks(times)
   totals = {
     "window": times.window,

@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_type
+from scmoe.base.options import check_type, check_whole
 from scmoe.inference.offload.model import Offload, Usage, expert_cache_specs, expert_caches
-from scmoe.inference.sampling import Sampling, sample
+from scmoe.inference.sampling import Sampling, end_tokens, sample
 from scmoe.inference.token import for_one_token
 from scmoe.models.gpt import GPT, Pass
 from scmoe.models.stacked import Apart, is_apart
@@ -133,7 +133,11 @@ def stream(
   check_type("offload", offload, Offload)
   check_type("max_new_tokens", max_new_tokens, int)
   _check_prompts(model, prompts, max_new_tokens)
-  ends = {eos_id} if eos_id is None or isinstance(eos_id, int) else set(eos_id)
+  check_whole("chunk", chunk)
+  check_whole("seed", seed)
+  ends = end_tokens(eos_id)
+  if mesh is not None:
+    check_type("mesh", mesh, Mesh)
   mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
   asked, parts = len(prompts), mesh.size // mesh.shape["tensor"]
   prompts = prompts + [prompts[-1]] * (-asked % parts)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from scmoe.base.options import Options, option
+from scmoe.base.options import Options, check_whole, option
 from scmoe.parallel.mesh import TOKEN_AXES, axis_size, own_share
 
 
@@ -27,6 +29,24 @@ class Sampling(Options):
   temperature: float = option(1.0, minimum=0)
   top_k: int = option(0, minimum=0)
   top_p: float = option(1.0, above=0, maximum=1)
+
+
+def end_tokens(eos_id: Any) -> frozenset[int]:
+  """The end tokens that an argument `eos_id` stands for: none, one or several.
+
+  Args:
+    eos_id: None, a token id, or a collection of them.
+
+  Raises:
+    ConfigError: it is anything else.
+  """
+  if eos_id is None:
+    return frozenset()
+  several = isinstance(eos_id, Collection) and not isinstance(eos_id, (str, bytes))
+  ends: list[Any] = list(eos_id) if several else [eos_id]
+  for end in ends:
+    check_whole("eos_id", end)
+  return frozenset(map(int, ends))
 
 
 def keep_top_k(logits_BV: Array, k: int) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import option, section
+from scmoe.base.options import check_whole, option, section
 from scmoe.blocks.block import BlockConfig
 from scmoe.layers.attention import LayerKind
 from scmoe.models.vision.options import ARCHITECTURES, VisionConfig
@@ -178,6 +178,7 @@ class ModelConfig(BlockConfig):
     Raises:
       ConfigError: names the field, what was got and what would do.
     """
+    check_whole("vocab_size", vocab_size, 0)
     given: dict[str, int] = {"vocab_size": self.vocab_size or -(-vocab_size // 64) * 64}
     if self.reads_images:
       given = {"vocab_size": self.vision.classes, "context": self.vision.side**2}

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_type
+from scmoe.base.options import check_array, check_type
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.unit import times
 from scmoe.layers.embed import Embedding, EmbeddingConfig
@@ -100,8 +100,8 @@ class GPT(Trunk):
 
     Raises:
       ConfigError: `given` is no `Pass`, or `tokens_BS` is no array; the array is empty, not [batch,
-        sequence] or not of integers, the rows are longer than the context, or an id is outside the
-        vocabulary.
+        sequence] or not of integers, the rows are longer than the context, an id is outside the
+        vocabulary, or positions, segments or mask are no array of the tokens' shape.
     """
     if not isinstance(tokens_BS, (Array, np.ndarray)):
       raise ConfigError(
@@ -110,6 +110,14 @@ class GPT(Trunk):
       )
     check_type("given", given, Pass)
     config, shape = self.config, tuple(tokens_BS.shape)
+    for name in ("positions_BS", "segments_BS", "mask_BS"):
+      if (value := getattr(given, name)) is None:
+        continue
+      check_array(name, value)
+      if len(value.shape) != 2 or value.shape[1] != shape[-1]:
+        raise ConfigError(
+          f"{name} has shape {list(value.shape)}; token ids {list(shape)} need the same"
+        )
     if len(shape) != 2:
       raise ConfigError(f"the model reads token ids [batch, sequence], got {list(shape)}")
     if not jnp.issubdtype(tokens_BS.dtype, jnp.integer):

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct, is_import_path
-from scmoe.base.options import check_type, option, section
+from scmoe.base.options import check_array, check_callable, check_type, option, section
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport, sends_ahead
 from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
 from scmoe.moe.gates import Gate, chosen_gate, make_gates
@@ -152,7 +152,7 @@ class MoE(nnx.Module):
     rngs: stream `params` for the initial weights.
 
   Raises:
-    ConfigError: `config` or `rngs` has the wrong type, `gates` is empty, or the gate or the experts
+    ConfigError: an argument has the wrong type, `gates` is empty, or the gate or the experts
       that an option names cannot be made.
   """
 
@@ -167,6 +167,10 @@ class MoE(nnx.Module):
     check_type("config", config, MoEConfig)
     config = self.config = config.filled()
     check_type("rngs", rngs, nnx.Rngs)
+    if gates is not None:
+      check_type("gates", gates, list)
+    if experts is not None:
+      check_callable("experts", experts)
     if gates is not None and not gates:
       raise ConfigError("gates=[] is empty; give at least one gate, or None for router.gate")
     make = lambda: make_gates(
@@ -189,13 +193,13 @@ class MoE(nnx.Module):
       computes losses and statistics.
 
     Raises:
-      ConfigError: x has another width than the layer or no floating type; or see
-        `scmoe.moe.gates.chosen_gate`, `scmoe.moe.route.route`, `make_transport` and
-        `queue_positions`.
+      ConfigError: `call` is no `MoECall`, or its mask no array; x has another width than the layer
+        or no floating type; or see `scmoe.moe.gates.chosen_gate`, `scmoe.moe.route.route`,
+        `make_transport` and `queue_positions`.
       ValueError: the experts' network cannot compute these rows as `config.impl` and
         `config.backend` ask; see `expert_ffn`.
     """
-    self._check_width(x)
+    self._check(x, call)
     if not x.size:
       # Gathers and kernels need a row to read, so one masked token stands for no token.
       one = dataclasses.replace(call, mask=jnp.zeros(1, bool), key=None, no_drop=True, avoid_T=None)
@@ -228,10 +232,9 @@ class MoE(nnx.Module):
       The tokens with their routing and their transport, before dispatch.
 
     Raises:
-      ConfigError: x has another width than the layer or no floating type; or see
-        `scmoe.moe.gates.chosen_gate`, `scmoe.moe.route.route` and `make_transport`.
+      ConfigError: see `__call__`.
     """
-    self._check_width(x)
+    self._check(x, call)
     chosen: Any = self._gate(call.gate) if gate is None else gate
     # Where tokens stay in place (`Local`), one loop in the backward pass adds up the gradients that
     # the gate and the K experts give a token. The backward pass of the norm before this layer reads
@@ -310,7 +313,10 @@ class MoE(nnx.Module):
       y_TD = y_TD + routed.kept_TD
     return y_TD, router_sums(routed.routing, routed.arrived.dropped, routed.arrived.rounds)
 
-  def _check_width(self, x: Array) -> None:
+  def _check(self, x: Array, call: MoECall) -> None:
+    check_type("call", call, MoECall)
+    if call.mask is not None:
+      check_array("mask", call.mask)
     if not jnp.issubdtype(getattr(x, "dtype", None) or object, jnp.floating):
       raise ConfigError(
         "the MoE layer reads an array of floating point, got "

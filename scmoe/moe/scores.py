@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_type
+from scmoe.base.options import check_array, check_type, check_whole
 from scmoe.kernels.top_k import GateOutput, gate_product
 from scmoe.moe.gates import check_logits, compute_dtype
 from scmoe.moe.options import RouterConfig
@@ -212,6 +212,10 @@ def _check_arguments(
 ) -> None:
   """Checks the arguments of `score`; a ConfigError names the wrong type, shape or k."""
   check_type("config", config, RouterConfig)
+  for name, value in (("the array of tokens", x_TD), ("the mask", mask_T), ("the gate", gate)):
+    if value is not None and not (value is gate and callable(gate)):
+      check_array(name, value)
+  check_whole("model.top_k", k, 1)
   if x_TD.ndim != 2:
     raise ConfigError(f"routing reads tokens [tokens, width], got shape {list(x_TD.shape)}")
   tokens, width = x_TD.shape
@@ -225,7 +229,5 @@ def _check_arguments(
       f"the mask has shape {list(mask_T.shape)} and type {mask_T.dtype}; {tokens} tokens need "
       f"[{tokens}] and bool"
     )
-  if k < 1:
-    raise ConfigError(f"model.top_k={k} is too small; the least is 1")
   if num_experts is not None and k > num_experts:
     raise ConfigError(f"model.top_k={k} is larger than model.num_experts={num_experts}")

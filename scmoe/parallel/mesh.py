@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import Options, check_type, option
+from scmoe.base.options import Options, check_callable, check_type, check_whole, option
 
 AXES = ("data", "expert", "shard", "sequence_ring", "sequence_heads", "tensor")
 # The rows of a batch are split over all of these axes together.
@@ -236,11 +236,19 @@ def make_mesh(
       split.
 
   Raises:
-    ConfigError: the mesh needs more devices than there are; of several processes' devices the mesh
-      leaves some out; or neither of the expert axis and the number of experts divides the other.
+    ConfigError: an argument is of another type; the mesh needs more devices than there are, or
+      there are none; of several processes' devices the mesh leaves some out; or neither of the
+      expert axis and the number of experts divides the other.
   """
   check_type("config", config, MeshConfig)
-  devices = list(jax.devices() if devices is None else devices)
+  devices = jax.devices() if devices is None else devices
+  check_type("devices", devices, Iterable)
+  devices = list(devices)
+  for device in devices:
+    check_type("devices", device, jax.Device)
+  if not devices:
+    raise ConfigError("devices=[] is empty; give at least one, or None for all")
+  check_whole("num_experts", num_experts, 0)
   config = config.resolve(len(devices))
   if jax.process_count() > 1 and config.size != len(devices):
     raise ConfigError(
@@ -290,10 +298,14 @@ def parameter_specs(state: Any) -> Any:
   """PartitionSpecs like a tree of `nnx.Param`s, from the logical names in their declarations.
 
   A module is such a tree. Parameters without names, such as those of Flax's layers, are replicated.
+
+  Raises:
+    ConfigError: a leaf is no `nnx.Variable`.
   """
   is_param = lambda leaf: isinstance(leaf, nnx.Variable)
 
   def spec(param: Any) -> Any:
+    check_type("state", param, nnx.Variable)
     names = param.get_metadata().get("axes") or ()
     # A value may be several arrays: one per layer (`Apart`), or an 8-bit matrix and its scales. The
     # scales' dimension of size 1 is not split.
@@ -346,7 +358,13 @@ def manual(function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: An
     mesh: a mesh with the axes `AXES`; may be abstract.
     in_specs, out_specs: PartitionSpecs of the arguments and of the results; a spec in place of a
       subtree holds for all its arrays.
+
+  Raises:
+    ConfigError: `function` cannot be called, or `mesh` is no mesh.
   """
+  check_callable("function", function)
+  if not isinstance(mesh, AbstractMesh):
+    check_type("mesh", mesh, Mesh)
   return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

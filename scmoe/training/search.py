@@ -18,6 +18,8 @@ from typing import Any
 import jax
 
 from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_type, check_whole
 from scmoe.profiling.timer import Timing
 from scmoe.training.distributed import all_agree, first_decides, from_all_processes
 from scmoe.training.guided import GuidedStep
@@ -80,6 +82,10 @@ class Search:
     keep: called with the result of `decision` when the choice is made.
     say: prints a line.
     clock: returns the time in seconds.
+
+  Raises:
+    ConfigError: `steps` or a candidate is of another type, there is no candidate, or `rounds` is
+      below 1.
   """
 
   def __init__(
@@ -98,6 +104,14 @@ class Search:
     say: Callable[[str], None] = print,
     clock: Callable[[], float] = time.perf_counter,
   ):
+    check_type("steps", steps, StepVariants)
+    check_type("candidates", candidates, Sequence)
+    if not candidates:
+      raise ConfigError("candidates is empty; give at least Variant(), the run as configured")
+    for one in candidates:
+      if not callable(one):
+        check_type("candidates", one, Variant)
+    check_whole("rounds", rounds, 1)
     self.steps, self.candidates, self.rounds = steps, tuple(candidates), rounds
     self.on_best, self.together = on_best, together if on_best else 1
     self.seconds, self.most_steps, self.margin = seconds, most_steps, margin

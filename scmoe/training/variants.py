@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from scmoe.base.batch import Batch
+from scmoe.base.options import check_type, check_whole
 from scmoe.training.guided import GuidedStep
 from scmoe.training.options import tuned_values
 from scmoe.training.step import TrainState
@@ -32,6 +33,9 @@ class Variant:
     chunks: `dispatch.chunks` (Tutel a2a_ffn_overlap_degree).
     top_k: `model.top_k` (Tutel top_k).
     capacity_factor: `dispatch.capacity_factor` (Tutel capacity_factor); 0 drops nothing.
+
+  Raises:
+    ConfigError: a value is of another type, or a whole number below 0.
   """
 
   transport: str | None = None
@@ -44,6 +48,14 @@ class Variant:
 
   def __str__(self) -> str:
     return " ".join(f"{k}={v!r}" for k, v in self.given.items()) or "as configured"
+
+  def __post_init__(self) -> None:
+    for name in ("transport", "schedule", "order"):
+      if (value := getattr(self, name)) is not None:
+        check_type(name, value, str)
+    for name in ("adaptive_r", "chunks", "top_k"):
+      if (value := getattr(self, name)) is not None:
+        check_whole(name, value, 0)
 
   @property
   def given(self) -> dict[str, Any]:

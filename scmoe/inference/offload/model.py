@@ -223,6 +223,8 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
   Raises:
     ConfigError: see `check`; or `pinned` leaves experts in their files on a mesh with tensor > 1.
   """
+  check_type("model", model, GPT)
+  check_type("mesh", mesh, Mesh)
   check(model, mesh)
   pinned = model.config.num_pairs if pinned is None else pinned
   if pinned < model.config.num_pairs and mesh.shape["tensor"] > 1:

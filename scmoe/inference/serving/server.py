@@ -24,10 +24,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_type
+from scmoe.base.options import check_callable, check_type, check_whole
 from scmoe.inference.decode import Prepare, Static, taken_apart
 from scmoe.inference.offload.model import Offload
-from scmoe.inference.sampling import Sampling
+from scmoe.inference.sampling import Sampling, end_tokens
 from scmoe.inference.serving.draw import Drawn, Draws, Needs
 from scmoe.inference.serving.jobs import Job, Part, Statistics, key_data
 from scmoe.inference.serving.pool import FREE_SHARE, copied, smallest, widths
@@ -150,8 +150,15 @@ class Server:
       check_type(name, value, int)
       if not 1 <= value <= most:
         raise ConfigError(f"{name}={value} must be at least 1, and at most {most}")
-    ends = {eos_id} if eos_id is None or isinstance(eos_id, int) else set(eos_id)
-    self._ends = frozenset(end for end in ends if end is not None)
+    for name, value in (("pages", pages), ("cache_bytes", cache_bytes)):
+      check_whole(name, value, 0)
+    for name, value in (("decode", decode), ("prepare", prepare)):
+      if value is not None:
+        check_callable(name, value)
+    check_type("deterministic", deterministic, bool)
+    self._ends = end_tokens(eos_id)
+    if mesh is not None:
+      check_type("mesh", mesh, Mesh)
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     parts = mesh.size // mesh.shape["tensor"]
     graph, params = nnx.split(model)

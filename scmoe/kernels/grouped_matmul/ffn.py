@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from scmoe.base.options import option
+from scmoe.base.options import check_array, check_type, option
 from scmoe.kernels import launch
 from scmoe.kernels.grouped_matmul import xla
 from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
@@ -92,10 +92,16 @@ def expert_ffn(
     barrier between the two (`parallel.barriers.barrier`, "backward").
 
   Raises:
+    ConfigError: an argument is of another type.
     ValueError: shapes disagree; a gated activation lacks the gate's matrices, or another one has
       them; `config.impl` is `block_sparse`, or is `batched` without padded experts; or
       `config.backend` cannot take the type or the widths.
   """
+  check_type("weights", weights, FFNWeights)
+  check_type("layout", layout, RowLayout)
+  check_type("config", config, FFNConfig)
+  for name, value in (("rows", rows), ("up_GDF", weights.up_GDF), ("down_GFD", weights.down_GFD)):
+    check_array(name, value)
   rows_MD = rows.reshape(-1, rows.shape[-1])
   check_ffn(rows_MD, weights, layout, config.activation)
   weights = weights.cast(rows.dtype)

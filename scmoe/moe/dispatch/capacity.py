@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_type
 from scmoe.kernels.grouped_matmul import padded_layout
 from scmoe.kernels.permute import (
   Permutation,
@@ -155,6 +156,7 @@ class Capacity:
       ConfigError: T is not a multiple of G.
     """
     del experts
+    check_type("routing", routing, Routing)
     plan, dropped = self.plan(routing)
     ranks, num_experts = self.exchange.size, routing.num_experts
     rows, layouts, permutations = [], [], []
@@ -182,6 +184,7 @@ class Capacity:
 
     Dropped choices add 0.
     """
+    check_type("sent", sent, Dispatched)
     back = []
     for part in sent.rows:
       rows_WeCD = checkpoint_name(self.exchange.all_to_all(part), "moe_rows")

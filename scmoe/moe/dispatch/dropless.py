@@ -33,6 +33,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
+from scmoe.base.options import check_type
 from scmoe.kernels.grouped_matmul import RowLayout, arrived_layout
 from scmoe.kernels.permute import (
   Permutation,
@@ -131,6 +132,7 @@ class Dropless:
       tiles). With experts it holds the overflow rounds' output, without them the queues, unless
       `longest` or `first_round` leaves such rounds out.
     """
+    check_type("routing", routing, Routing)
     size = self._rows(routing.expert_TK.size)
     queues = make_queues(routing, self.exchange, self.order)
     none, rounds = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
@@ -192,6 +194,7 @@ class Dropless:
 
     To this sum it adds the part of the output that the overflow rounds have computed.
     """
+    check_type("sent", sent, Dispatched)
     back = []
     for rows_RD in sent.rows:
       packed = rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from scmoe.base.options import check_type
 from scmoe.kernels.grouped_matmul import choices_layout, sorted_layout
 from scmoe.kernels.permute import (
   gather_rows,
@@ -43,6 +44,7 @@ class Local:
     instead, these rows are sorted by expert, and zeros fill the rest.
     """
     del experts
+    check_type("routing", routing, Routing)
     one, none = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)
     expert_TK = jnp.where(routing.taken_TK, routing.expert_TK, routing.num_experts)
     if routing.input_weight_TK is None:
@@ -62,6 +64,7 @@ class Local:
 
     The experts have computed the sum already, unless weights multiply their input.
     """
+    check_type("sent", sent, Dispatched)
     if not sent.permutations:
       return sent.rows[0]
     return sum_chunks(sent.rows, sent.weight_TK, sent.permutations)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from scmoe.base.options import check_type
 from scmoe.moe.dispatch.capacity import kept_choices
 from scmoe.moe.dispatch.dropless import Dropless
 from scmoe.moe.dispatch.local import Local
@@ -48,8 +49,9 @@ class Packed:
     """Drops and counts choices beyond capacity, and sends the rest; see `Transport.dispatch`.
 
     Raises:
-      ConfigError: T is not a multiple of G.
+      ConfigError: T is not a multiple of G, or `routing` is no `Routing`.
     """
+    check_type("routing", routing, Routing)
     _, kept_TK, count_GE = kept_choices(routing, self.rows, self.groups, self.order)
     kept_GE = jnp.minimum(count_GE, self.rows)
     kept = dataclasses.replace(routing, made_TK=kept_TK, count_E=kept_GE.sum(0, dtype=jnp.int32))

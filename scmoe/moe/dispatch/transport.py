@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any, NamedTuple, Protocol
 
 from jax import Array
@@ -11,7 +12,7 @@ from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct, is_import_path
-from scmoe.base.options import check_choice, check_type
+from scmoe.base.options import check_choice, check_type, check_whole
 from scmoe.moe.dispatch.capacity import Capacity, capacity
 from scmoe.moe.dispatch.dropless import Dropless
 from scmoe.moe.dispatch.local import Local
@@ -127,8 +128,11 @@ def make_transport(
   check_type("config", config, DispatchConfig)
   check_choice("order", order, ORDERS)
   for name, value, least in (("tokens", tokens, 0), ("num_experts", num_experts, 1), ("k", k, 1)):
-    if value < least:
-      raise ConfigError(f"{name}={value} is too small; the least is {least}")
+    check_whole(name, value, least)
+  if capacity_factor is not None and not isinstance(capacity_factor, numbers.Real):
+    raise ConfigError(
+      f"capacity_factor={capacity_factor!r} is no number; use one such as 2.0, or 0 to drop nothing"
+    )
   if capacity_factor is not None and not math.isfinite(capacity_factor):
     raise ConfigError(f"capacity_factor={capacity_factor} is not finite; use 0 to drop nothing")
   call = _Call(tokens, num_experts, k, order, capacity_factor, no_drop, buffers)

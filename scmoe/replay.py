@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from scmoe.run.start import set_up_jax
 from scmoe.run.teacher import open_teacher
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.decisions import stored_variant
-from scmoe.training.fastest import Searchable, Steps
+from scmoe.training.fastest import Steps
+from scmoe.training.interfaces import Trainable
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.step import TrainState
 from scmoe.training.variants import Variant
@@ -69,7 +71,7 @@ def main(argv: list[str]) -> None:
   print("bitwise the same" if same else "not the same: do hardware, versions and mesh agree?")
 
 
-def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, bool]:
+def replay(built: Trainable, bundle: Path, teacher: Any = None) -> tuple[str, bool]:
   """Repeats the step of a bundle.
 
   Args:
@@ -129,15 +131,16 @@ def _failure(bundle: Path) -> tuple[dict[str, Any], Variant]:
     raise CheckpointError(f"{bundle} is not a run's replay bundle: {error}") from None
 
 
-def _stored_batch(built: Searchable, path: Path) -> Any:
+def _stored_batch(built: Trainable, path: Path) -> Any:
   """The batch of the step.
 
   Raises:
     CheckpointError: the file is damaged, or its shapes are not those of the run's batches.
   """
-  like = built.random_batch()
+  own = lambda x: x.update(shape=(x.shape[0], x.shape[1] // jax.process_count(), *x.shape[2:]))
+  like = jax.tree.map(own, built.batch_shapes)
   fields = dataclasses.fields(like)
-  largest = max(x.nbytes for x in jax.tree.leaves(like))
+  largest = max(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(like))
   try:
     # The headers of a .npz are small.
     batch = type(like)(**read_npz(path, len(fields) * (largest + 4096)))

@@ -6,9 +6,11 @@ import signal
 import sys
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moment_places import built
 from training_fakes import Iterator, Objective, Poisoned, Source, bits, trainer
 
 from scmoe import replay as module
@@ -197,6 +199,15 @@ def test_the_step_that_is_no_number_is_repeated(mesh8, tmp_path):
   stored.write_bytes(b"")
   with pytest.raises(CheckpointError, match=r"batch_0.npz cannot be read"):
     module.replay(run.built, tmp_path / "replay")
+
+
+def test_a_batch_of_text_is_read_with_its_domains(tmp_path):
+  """Every row of text has one, also where the model does not read it."""
+  own = built("device")
+  batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), own.batch_shapes)
+  assert batch.domain is not None
+  np.savez(tmp_path / "batch_0.npz", **vars(batch))
+  assert bits(module._stored_batch(own, tmp_path / "batch_0.npz")) == bits(batch)
 
 
 class Endless(Source):

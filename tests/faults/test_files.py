@@ -11,6 +11,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from covering import night
 from training_fakes import Setup, Source, bits, leaf_files, trainer
 
 from scmoe.base.batch import Batch
@@ -222,12 +223,7 @@ def test_a_read_only_checkpoint_directory_is_said_before_the_first_step(mesh8, t
 
 CORRUPT_OF_EVERY_RUN = ("metrics.jsonl", "config.json")
 CORRUPT = {
-  "schedule.json": [
-    '{"chosen": {"chunks": 64}, "for": ',
-    "[]",
-    "\0" * 50,
-    '{"chosen": 3, "for": {}}',
-  ],
+  "schedule.json": ['{"chosen": {"chunks": 64}, "for": ', '{"chosen": 3, "for": {}}'],
   "profile_guided/x.pb": ["no profile"],
   "programs/jit_step-cache": ["not a program"],
   "metrics.jsonl": ["\xff\n{", '{"step": "x"}\n'],
@@ -241,12 +237,17 @@ def whole(mesh8, tmp_path_factory):
   return trainer(mesh8, tmp_path_factory.mktemp("whole"), steps=4).run()
 
 
-@pytest.mark.parametrize("name", CORRUPT)
-def test_files_beside_the_checkpoints_may_hold_anything(whole, mesh8, tmp_path, name):
+@pytest.mark.parametrize(
+  ("name", "contents"),
+  # Each content of a schedule is a run that is tuned: by day what is cut short, and another type.
+  [*CORRUPT.items(), night("schedule.json", ["[]", "\0" * 50])],
+  ids=[*CORRUPT, "more of schedule.json"],
+)
+def test_files_beside_the_checkpoints_may_hold_anything(whole, mesh8, tmp_path, name, contents):
   """The run makes such files again, and its result is that of the undisturbed run."""
   # Only a run that is tuned reads these.
   tuned = {"tune": "chunks=1,2", "tune_rounds": 1} if name not in CORRUPT_OF_EVERY_RUN else {}
-  for number, content in enumerate(CORRUPT[name]):
+  for number, content in enumerate(contents):
     file = tmp_path / f"run{number}" / name
     file.parent.mkdir(parents=True)
     file.write_bytes(content.encode("latin-1"))

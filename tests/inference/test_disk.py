@@ -66,7 +66,7 @@ float32 = pytest.mark.parametrize("folder", ["float32"], indirect=True)
   [
     ("float32", "ring,early", 3, 1),
     night("bfloat16", "early", 0, 0),
-    ("int8", "ring,blocking", 0, 2),
+    night("int8", "ring,blocking", 0, 2),  # by day from the host's memory: test_offload.py
     night("int8", "early", 3, 0),
   ],
   indirect=["folder"],

@@ -61,7 +61,7 @@ HANDED_OVER = (
 @pytest.mark.parametrize(
   ("wiring", "every"),
   [(w, 2) if w in BY_DAY else night(w, 2) for w in WIRINGS]
-  + [("scmoe_pos2", 1), *[night(w, 1) for w in HANDED_OVER]],
+  + [night(w, 1) for w in ("scmoe_pos2", *HANDED_OVER)],
 )
 def test_no_output_sees_a_later_token(wiring, every):
   style = "llama" if every == 1 else "gpt2"

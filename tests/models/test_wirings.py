@@ -58,9 +58,10 @@ CASES |= {
 }
 
 
-# By day each wiring once, each option of a model once, and what differs with a MoE in every block.
+# By day each wiring once, each option of a model once, and what differs with a MoE in every block;
+# Llama's style is farskip's.
 BY_DAY = {name for name in CASES if name.endswith("-every2")} | {
-  "scmoe_pos2-every1", "farskip-every3-llama-own", "scmoe_pos3-every1-megatron", "dense-llama",
+  "scmoe_pos2-every1", "farskip-every3-llama-own", "scmoe_pos3-every1-megatron",
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ BITWISE = ("deepseek_v3_a", "glm4_moe_a", "gpt_oss_a", "granitemoe_a", "llama4_t
            "longcat_flash_a")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*BITWISE[:2], *map(night, BITWISE[2:])])
+@pytest.mark.parametrize("name", [BITWISE[0], *map(night, BITWISE[1:])])
 def test_out_and_in_again_is_bitwise(name):
   assert there_and_back(GOLDEN / name) == []
 

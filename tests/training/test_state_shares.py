@@ -253,7 +253,8 @@ READERS = [("none", MeshConfig(1, 1, 1)), ("moments", MeshConfig(2, 2, 2)),
 @pytest.mark.parametrize(
   ("name", "written"),
   [
-    by_day(*c) if c != ("halves", "none") else night(*c)
+    # By day moments that ranks share are loaded elsewhere in test_host_moments.py.
+    by_day(*c) if c not in (("halves", "none"), ("clipped", "moments")) else night(*c)
     for c in itertools.product(("clipped", "halves"), ("none", "moments", "parameters"))
   ],
 )

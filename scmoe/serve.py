@@ -7,14 +7,15 @@ There is no network: your service writes requests to the input and reads the ans
 the input is a request: a JSON object with `prompt` (a text, or a list of token ids), and optionally
 `id` (returned with the answer), `max_new_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`,
 `logprobs` and `prompt_logprobs`. Flags give the defaults of `max_new_tokens`, `temperature`,
-`top_k`, `top_p` and `seed`. Requests join the running batch and leave it at any token
-(`scmoe.inference.serving.server`). Each line of the output is an answer, in the order in which
-requests end, or with --in_order in their own: `id`, `text`, `tokens` (their number), `finish` (end,
-stop or length), `seconds` to the last token and `first_seconds` to the first one since the request
-was read, and log-probabilities if asked for; or `id` and `error`. The command ends when its input
-has ended and all requests are answered. Exit codes: 0, also if requests were refused; 2 a flag is
-wrong, or the model does not fit; 3 the input or the model cannot be read; 6 the output cannot be
-written; 130 interrupted.
+`top_k`, `top_p` and `seed`. XLA compiles a program when a request first needs it, and all requests
+wait meanwhile; --warm=flags or all compiles before the first request is read. Requests join the
+running batch and leave it at any token (`scmoe.inference.serving.server`). Each line of the output
+is an answer, in the order in which requests end, or with --in_order in their own: `id`, `text`,
+`tokens` (their number), `finish` (end, stop or length), `seconds` to the last token and
+`first_seconds` to the first one since the request was read, and log-probabilities if asked for; or
+`id` and `error`. The command ends when its input has ended and all requests are answered. Exit
+codes: 0, also if requests were refused; 2 a flag is wrong, or the model does not fit; 3 the input
+or the model cannot be read; 6 the output cannot be written; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ import math
 import queue
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
+from scmoe.base.options import check_choice
 from scmoe.inference.offload.needs import cached_bytes
 from scmoe.inference.offload.plan import bytes_of
 from scmoe.inference.sampling import Sampling
@@ -61,12 +64,21 @@ FLAGS = (
     "0.9 of what the model leaves free",
   ),
   Flag("prefill_tokens", int, 256, "most tokens of prompts that are read beside each new token"),
+  Flag(
+    "warm",
+    str,
+    "none",
+    "compile before the first request is read, so that none waits for it: flags, the programs of "
+    "requests that sample as the flags say; all, those of any request, which every turn then runs; "
+    "or none",
+  ),
   Flag("max_new_tokens", int, 64, "most tokens of an answer whose request does not say it"),
   *SAMPLING_FLAGS,
   *OFFLOAD_FLAGS,
   ALLOW_IMPORT,
   HELP,
 )
+WARM = ("none", "flags", "all")
 _OPTIONS = tuple(field.name for field in dataclasses.fields(Request) if field.name != "prompt")
 _FIELDS = ("prompt", "id", *_OPTIONS)
 MOST_LINE, MOST_ID = 2**24, 256  # most characters of a line, and of a request's id
@@ -97,6 +109,8 @@ def main(argv: list[str]) -> None:
       )
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
     defaults = {name: values[name] for name in names}
+    if line := _warmed(server, values["warm"], defaults):
+      print(line, file=sys.stderr)
     desk = Desk(session, server, defaults, in_order=values["in_order"])
     try:
       for answers in desk.answers(given):
@@ -142,6 +156,24 @@ def _session(values: dict[str, Any], memory: int) -> Session:
   return session
 
 
+def _warmed(server: Server, word: str, options: dict[str, Any]) -> str:
+  """Compiles programs as `--warm` says; returns a line with their number and time, or nothing.
+
+  Args:
+    server: which is to run them.
+    word: none, flags or all.
+    options: of a request that says nothing but its prompt.
+  """
+  if word == "none":
+    return ""
+  options = {**options, "max_new_tokens": 1}
+  if word == "all":
+    options = {"temperature": 1.0, "top_k": 1, "logprobs": 0, "prompt_logprobs": True}
+  began = time.perf_counter()
+  count = server.warm(**options)
+  return f"programs     {count} compiled and run once in {time.perf_counter() - began:.1f} s"
+
+
 def _check_flags(values: dict[str, Any]) -> None:
   """Checks the numbers of the command line, and that input and output are different files."""
   most_of = {"slots": MOST_SLOTS, "max_new_tokens": 2**31 - 1}
@@ -149,6 +181,7 @@ def _check_flags(values: dict[str, Any]) -> None:
   for name, most in most_of.items():
     if not 1 <= values[name] <= most:
       raise ConfigError(f"--{name}={values[name]} must be at least 1, and at most {most}")
+  check_choice("--warm", values["warm"], WARM)
   Sampling(values["temperature"], values["top_k"], values["top_p"])
   if abs(values["seed"]) >= 2**63:
     raise ConfigError(f"--seed={values['seed']} is too large; the most is {2**63 - 1}")

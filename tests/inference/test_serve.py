@@ -9,6 +9,7 @@ import gc
 import io
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -74,7 +75,7 @@ def test_answers_are_those_of_single_requests(folder, tmp_path, capsys, flags):
   (tmp_path / "out").write_text('{"id": "before"}\n')
   serve.main(
     ["--model", folder, f"--input={tmp_path / 'ask'}", f"--output={tmp_path / 'out'}", "--slots=2",
-     "--max_new_tokens=9", "--temperature=0", "--in_order", *flags]
+     "--max_new_tokens=9", "--temperature=0", "--in_order", "--warm=flags", *flags]
   )  # fmt: skip
   answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
   assert [answer["id"] for answer in answers] == ["before", 1, "x", 5, 7, 9]
@@ -84,6 +85,7 @@ def test_answers_are_those_of_single_requests(folder, tmp_path, capsys, flags):
     assert answer["tokens"] <= new
     assert answer["finish"] == ("length" if answer["tokens"] == new else "end")
   err = capsys.readouterr().err
+  assert re.search(r"^programs     3 compiled and run once in [\d.]+ s$", err, re.M)
   assert "5 requests answered" in err
   assert "of 2 slots filled" in err
   assert err.endswith("0 preemptions; 0 refused\n")
@@ -100,8 +102,11 @@ def test_answers_come_as_they_end_and_a_request_says_how_it_is_answered(
     {"prompt": "ab", "id": "scored", "max_new_tokens": 0, "prompt_logprobs": True},
   ]
   monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(map(json.dumps, asked))))
-  serve.main(["--model", folder, "--max_new_tokens=20", "--temperature=0", "--slots=4"])
-  lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+  argv = ["--model", folder, "--max_new_tokens=20", "--temperature=0", "--slots=4", "--warm=all"]
+  serve.main(argv)
+  out, err = capsys.readouterr()
+  assert re.search(r"^programs     5 compiled and run once in [\d.]+ s$", err, re.M)
+  lines = [json.loads(line) for line in out.splitlines()]
   answers = {answer["id"]: answer for answer in lines}
   assert {lines[0]["id"], lines[1]["id"]} == {"short", "scored"}
   sampled = Sampling(2, 40, 0.9)
@@ -322,6 +327,7 @@ def test_the_planner_reserves_what_the_pages_need(folder, monkeypatch, memory, t
     (["--prefill_tokens=0"], ConfigError, "--prefill_tokens=0 must be at least 1"),
     (["--page_tokens=0"], ConfigError, "--page_tokens=0 must be at least 1"),
     (["--cache_memory=1KiB"], ConfigError, r"--cache_memory of scmoe.serve\) holds 0 pages of 64"),
+    (["--warm=fast"], ConfigError, "--warm='fast' is unknown; did you mean"),
     (["--cache_memory=much"], ConfigError, "--cache_memory='much' is not a size"),
     ([f"--seed={2**63}"], ConfigError, "is too large; the most is"),
     (["--input=/nowhere/a"], DataError, "--input='/nowhere/a' cannot be opened"),

@@ -19,7 +19,7 @@ from scmoe.inference.offload.model import Offload, offloaded
 from scmoe.inference.sampling import Sampling, sample
 from scmoe.inference.serving import server as server_module
 from scmoe.inference.serving.draw import Draws, Needs, draw
-from scmoe.inference.serving.jobs import NEWEST, Job, Statistics
+from scmoe.inference.serving.jobs import NEWEST, Job, Statistics, key_data
 from scmoe.inference.serving.pool import FREE_SHARE, FreePages, widths
 from scmoe.inference.serving.programs import Turn
 from scmoe.inference.serving.requests import Answer, Ending, Request
@@ -113,6 +113,40 @@ def test_requests_that_come_later_join_the_batch():
   got |= {answer.id: answer for answer in server}
   assert [got[i].tokens for i in range(len(asked))] == [want for _, want in asked]
   assert 1 < server.statistics.occupancy <= 3
+
+
+@pytest.fixture
+def compiled():
+  """A list that grows by an entry for each program that XLA compiles."""
+  found = []
+
+  def listen(event, seconds, **_):
+    found.extend([seconds] * (event == "/jax/core/compile/backend_compile_duration"))
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield found
+  jax.monitoring.clear_event_listeners()
+
+
+def test_a_warm_server_compiles_nothing_more_and_changes_no_answer(compiled):
+  """Two widths of page tables, each for a step and for two sizes of pieces; warmed again, busy."""
+  server = Server(make_model(context=64), slots=2, page_tokens=8, prefill_tokens=64)
+  asked = [{"prompt": p, "max_new_tokens": 14, "seed": len(p)} for p in prompts(5, most=50)]
+  for request in asked:
+    key_data(request["seed"])
+  before = len(compiled)
+  assert server.warm(temperature=0.5) == 6
+  assert len(compiled) >= before + 6
+  before = len(compiled)
+  first = [answer.tokens for answer in answers(server, asked)]
+  numbers, again = [server.submit(**request) for request in asked], {}
+  while server.busy:
+    again |= {answer.id: answer.tokens for answer in server.step()}
+    server.warm()
+  assert [again[number] for number in numbers] == first
+  assert len(compiled) == before
+  with pytest.raises(ConfigError, match="temperature=-1 must be"):
+    server.warm(temperature=-1)
 
 
 def test_a_prompt_can_have_several_pieces_in_a_program():

@@ -10,11 +10,14 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from scmoe.inference.serving.draw import Draws
 from scmoe.inference.serving.pool import FreePages
 from scmoe.inference.serving.requests import Answer, Ending, Request, TokenLogprob
 
@@ -158,6 +161,30 @@ class Job:
       self._first - self._since,
       self.preemptions,
     )
+
+
+def draws_of(shape: int, rows: Iterable[tuple[int, Job]]) -> Draws:
+  """How each row of a program draws; rows that are not in `rows` take the most probable token.
+
+  Args:
+    shape: number of rows.
+    rows: numbers of rows, and the requests that draw there.
+  """
+  keys = np.zeros((shape, *_key_shape()), np.uint32)
+  temperature, top_p = np.zeros(shape, np.float32), np.ones(shape, np.float32)
+  top_k, made = np.zeros((2, shape), np.int32)
+  for row, job in rows:
+    own = job.request
+    temperature[row], top_k[row], top_p[row] = own.temperature, own.top_k, own.top_p
+    made[row] = job.sent
+    if job.key is not None:
+      keys[row] = job.key
+  return Draws(temperature, top_k, top_p, keys, made)
+
+
+@functools.cache
+def _key_shape() -> tuple[int, ...]:
+  return jnp.shape(key_data(0))
 
 
 class Part:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # The share of a device's free memory that pages get, with their copies, if no option says how much.
 FREE_SHARE = 0.9
 
@@ -45,6 +47,12 @@ class FreePages:
     """Makes pages free again, and empties the list `pages`."""
     self._free += reversed(pages)
     pages.clear()
+
+
+def free_bytes(device: Any) -> int | None:
+  """Bytes of a `jax.Device` that no array takes; None if the device does not say."""
+  known = device.memory_stats() or {}
+  return known["bytes_limit"] - known["bytes_in_use"] if "bytes_limit" in known else None
 
 
 def widths(most: int, steps: int, factor: int, least: int = 1) -> list[int]:

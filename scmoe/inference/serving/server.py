@@ -13,12 +13,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -28,9 +28,9 @@ from scmoe.base.options import check_callable, check_type, check_whole
 from scmoe.inference.decode import Prepare, Static, taken_apart
 from scmoe.inference.offload.model import Offload
 from scmoe.inference.sampling import Sampling, end_tokens
-from scmoe.inference.serving.draw import Drawn, Draws, Needs
-from scmoe.inference.serving.jobs import Job, Part, Statistics, key_data
-from scmoe.inference.serving.pool import FREE_SHARE, copied, smallest, widths
+from scmoe.inference.serving.draw import Drawn, Needs
+from scmoe.inference.serving.jobs import Job, Part, Statistics, draws_of
+from scmoe.inference.serving.pool import FREE_SHARE, copied, free_bytes, smallest, widths
 from scmoe.inference.serving.programs import (
   Piece,
   Step,
@@ -219,6 +219,36 @@ class Server:
       )
     return pages
 
+  def warm(self, **options: Any) -> int:
+    """Compiles the programs of all requests with these options; returns their number.
+
+    Without it XLA compiles a program when a turn first needs it, for example at the first text of
+    more pages, and all requests wait. This method runs each program once, on rows without a
+    request, for all numbers of pages and sizes of pieces: with 3 and 2 of these 3 steps and 6 turns
+    that read prompts. From then on all turns can draw as the options ask.
+
+    Args:
+      options: fields of `Request` other than its prompt. `temperature`, `top_k`, `top_p`,
+        `logprobs` and `prompt_logprobs` decide what the programs compute; a request that asks for
+        more makes XLA compile again (`submit`).
+
+    Raises:
+      ConfigError: an option has a value that no request may have.
+      TypeError: an option is no field of `Request`.
+    """
+    asked = Request([0], **{"max_new_tokens": 1, **options})
+    asked = asked.checked(self.config.vocab_size, self.config.context)
+    self._needs |= asked.needs
+    kinds, most = sorted({False, asked.prompt_logprobs}), self._pieces[-1]
+    for pages in self._tables:
+      positions = pages * self.page_tokens
+      step = self._step([], positions)
+      self._call(step, None, [], scores=False)
+      for size, scores in itertools.product(self._pieces, kinds):
+        self._call(step, self._piece([], most // size, positions)[0], [], scores)
+    jax.block_until_ready(self._token)
+    return len(self._tables) * (1 + len(self._pieces) * len(kinds))
+
   # -- requests come in, answers go out -----------------------------------------------------------
 
   def submit(self, prompt: Any, **options: Any) -> int:
@@ -314,25 +344,41 @@ class Server:
     # On each part the rows of the slots come first, then those of the pieces.
     at = lambda row, of_part: row // of_part * (self._slots + rows) + row % of_part
     known = [(at(row, self._slots), job) for row, job in slots]
-    given = self._params, self._router, self._caches, self._token
-    if not pieces:
-      program = self._program(make_step, self._needs)
-      self._caches, self._token, drawn = program(*given, step, _draws(len(step.active_B), known))
-      logprob = None
-    else:
+    piece, scores = None, any(job.request.prompt_logprobs for _, job, *_ in pieces)
+    if pieces:
       piece, ended = self._piece(pieces, rows, positions)
       known += [(at(row, rows) + self._slots, job) for row, job in ended]
-      scores = any(job.request.prompt_logprobs for _, job, *_ in pieces)
-      program = self._program(make_turn, self._needs, scores)
-      draws = _draws(len(step.active_B) + len(piece.count_R), known)
-      self._caches, self._token, drawn, logprob = program(*given, Turn(step, piece), draws)
-      logprob = logprob if scores else None
+    drawn, logprob = self._call(step, piece, known, scores)
     for _, job in known:
       job.sent += 1
     self.statistics.steps += bool(slots)
     self.statistics.rows += len(slots)
     self.statistics.pieces += bool(pieces)
     return _Results(drawn, known, logprob, pieces)
+
+  def _call(
+    self, step: Step, piece: Piece | None, known: Rows, scores: bool
+  ) -> tuple[Drawn, jax.Array | None]:
+    """Runs the program of a turn on its input; it changes the caches and the slots' last tokens.
+
+    Args:
+      step, piece: of the turn; without a piece it only decodes.
+      known: the rows that draw a token, by their numbers in the program.
+      scores: whether to compute the log-probabilities of the prompts' own tokens.
+
+    Returns:
+      The drawn tokens of all rows, and with `scores` those log-probabilities.
+    """
+    given = self._params, self._router, self._caches, self._token
+    if piece is None:
+      program = self._program(make_step, self._needs)
+      draws = draws_of(len(step.active_B), known)
+      self._caches, self._token, drawn = program(*given, step, draws)
+      return drawn, None
+    program = self._program(make_turn, self._needs, scores)
+    draws = draws_of(len(step.active_B) + len(piece.count_R), known)
+    self._caches, self._token, drawn, logprob = program(*given, Turn(step, piece), draws)
+    return drawn, logprob if scores else None
 
   def _active(self) -> Rows:
     """The slots whose requests want a token, each with a page for it."""
@@ -453,28 +499,3 @@ class Server:
         next(part for part in self._parts if job in part.jobs).release(job)
         self._finished.append(job.answer(finish))
         self.statistics.add(self._finished[-1])
-
-
-def free_bytes(device: Any) -> int | None:
-  """Bytes of a `jax.Device` that no array takes; None if the device does not say."""
-  known = device.memory_stats() or {}
-  return known["bytes_limit"] - known["bytes_in_use"] if "bytes_limit" in known else None
-
-
-def _draws(shape: int, rows: Rows) -> Draws:
-  """How each row of a program draws; rows that are not in `rows` take the most probable token."""
-  keys = np.zeros((shape, *_key_shape()), np.uint32)
-  temperature, top_p = np.zeros(shape, np.float32), np.ones(shape, np.float32)
-  top_k, made = np.zeros((2, shape), np.int32)
-  for row, job in rows:
-    own = job.request
-    temperature[row], top_k[row], top_p[row] = own.temperature, own.top_k, own.top_p
-    made[row] = job.sent
-    if job.key is not None:
-      keys[row] = job.key
-  return Draws(temperature, top_k, top_p, keys, made)
-
-
-@functools.cache
-def _key_shape() -> tuple[int, ...]:
-  return jnp.shape(key_data(0))

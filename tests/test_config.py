@@ -394,6 +394,46 @@ def test_an_option_of_a_part_that_is_not_there_is_refused(name, value, why, othe
   assert f"{name}={value} has no effect: {why}; set " in error_of(check_typed, run, [name])
 
 
+ROUNDS = {"dispatch__transport": "dropless", "mesh__expert": 2, "dispatch__overflow": "repeat"}
+
+
+@pytest.mark.parametrize(("others", "why"), [
+  ({"dispatch__adaptive_r": 0}, "dispatch.adaptive_r=0 gathers the experts' weights and exchanges"),
+  ({"mesh__expert": 1}, "mesh.expert=1 leaves the rows on their device, which has all experts"),
+  ({"dispatch__transport": "capacity"}, "dispatch.transport='capacity' has no overflow rounds"),
+  ({"dispatch__transport": "my.module:Own"}, "dispatch.transport='my.module:Own' sends"),
+  ({"dispatch__ablation__first_round": True}, "dispatch.ablation.first_round=True loses the rows"),
+  ({"dispatch__adaptive_r": 0, "train__tune": "adaptive_r=0,1"}, None),
+  ({"dispatch__transport": "capacity", "train__tune": "transport=capacity,packed"}, None),
+  ({"dispatch__transport": "capacity", "dispatch__capacity_factor": 0.0}, None),
+  ({}, None),
+])  # fmt: skip
+def test_steps_are_repeated_where_rows_can_be_left_over(others, why):
+  run = RunConfig()
+  for name, value in (ROUNDS | others).items():
+    run = with_field(run, name.replace("__", "."), str(value))
+  if why is None:
+    return check_typed(run, ["dispatch.overflow"])
+  line = error_of(check_typed, run, ["dispatch.overflow"])
+  assert f"dispatch.overflow='repeat' has no effect: {why}" in line
+
+
+@pytest.mark.parametrize(("name", "most", "what"), [
+  ("mesh.moments_ahead", 4, "layers of the model"),
+  ("mesh.moments_kept", 4, "layers of the model"),
+  ("overlap.flight", 2, "microbatches of a step"),
+  ("train.profile_step", 50, "steps of train.steps"),
+  ("train.stop_after", 50, "steps of train.steps"),
+  ("train.collapse_steps", 50, "steps of train.steps"),
+])  # fmt: skip
+def test_a_number_larger_than_what_it_limits_is_refused(name, most, what):
+  run = changed(train__steps=50, train__batch_size=2, data__seq_len=8, train__tokens_per_step=32,
+                mesh__moments_in="host")  # fmt: skip
+  check_typed(with_field(run, name, str(most)), [name])
+  line = error_of(check_typed, with_field(run, name, str(most + 1)), [name])
+  assert line == f"{name}={most + 1} is more than the {most} {what}; use at most {most}"
+
+
 def test_an_option_of_a_part_that_is_there_is_taken():
   run = changed(model__style="llama", model__wiring="topk", model__expert_bias=True,
                 model__nope_layers="1", model__attention_temperature=0.1,

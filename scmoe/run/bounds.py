@@ -2,11 +2,12 @@
 
 Without them jax would trace `model.num_layers=1000000000` for hours, and a `model.context` of 10^18
 would end in an OverflowError, since jax counts in int32. The bounds lie far above every model that
-has been trained.
+has been trained. Other limits follow from the run, such as that of its layers (`check_excess`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from scmoe.base.errors import ConfigError
@@ -69,6 +70,52 @@ MOST = {
   "checkpoint.keep_every": COUNT,
   "optimizer.warmup_steps": COUNT,
 }
+
+
+def _layers(run: Any) -> int:
+  swin = run.model.architecture == "swin"
+  return sum(run.model.vision.stage_depths) if swin else run.model.num_layers
+
+
+def _microbatches(run: Any) -> int:
+  images = run.model.reads_images
+  return run.train.microbatches(run.model.vision.side**2 if images else run.data.seq_len)
+
+
+# Field of the command line -> the number of things that it is about in a run, and what they are.
+_IN_A_RUN: dict[str, tuple[Callable[[Any], int], str]] = {
+  "mesh.moments_ahead": (_layers, "layers of the model"),
+  "mesh.moments_kept": (_layers, "layers of the model"),
+  "overlap.flight": (_microbatches, "microbatches of a step"),
+  "train.profile_step": (lambda run: run.train.steps, "steps of train.steps"),
+  "train.stop_after": (lambda run: run.train.steps, "steps of train.steps"),
+  "train.collapse_steps": (lambda run: run.train.steps, "steps of train.steps"),
+  "model.vision.moe_stages": (
+    lambda run: len(run.model.vision.stage_depths),
+    "stages of the model",
+  ),
+}
+
+
+def check_excess(name: str, value: Any, run: Any) -> None:
+  """Checks a number of the command line against the number of things that it is about.
+
+  A larger number would mean no more than that number. Fields of a config file are not checked: a
+  smoke run of it has fewer layers and steps.
+
+  Args:
+    name: dotted name of the field.
+    value: its value.
+    run: a `RunConfig`.
+
+  Raises:
+    ConfigError: the value is larger, e.g. `mesh.moments_ahead` than the number of layers.
+  """
+  if name not in _IN_A_RUN:
+    return
+  count, what = _IN_A_RUN[name]
+  if value > (most := count(run)):
+    raise ConfigError(f"{name}={value} is more than the {most} {what}; use at most {most}")
 
 
 def check_bound(path: str, value: Any) -> None:

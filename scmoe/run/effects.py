@@ -13,6 +13,9 @@ from typing import Any
 from scmoe.base.errors import ConfigError
 from scmoe.base.renamed import RENAMED
 from scmoe.blocks.schedule import make_schedule
+from scmoe.moe.dispatch.options import TRANSPORTS
+from scmoe.run.bounds import check_excess
+from scmoe.training.options import tuned_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +50,10 @@ def _can_be_read(run: Any) -> bool:
 
 def _reads(run: Any, *kinds: str) -> bool:
   return not _can_be_read(run) or bool(_kinds(run) & set(kinds))
+
+
+def _tuned(run: Any) -> dict[str, list[Any]]:
+  return tuned_values(run.train.tune)
 
 
 _DENSE = lambda run: not run.model.wiring_rule.taps
@@ -298,8 +305,33 @@ RULES = (
   ),
   _Rule(
     ("dispatch.overflow",),
-    lambda run: run.dispatch.transport == "capacity" and run.dispatch.capacity_factor != 0,
+    lambda run: run.dispatch.transport == "capacity" and run.dispatch.capacity_factor != 0
+    and "transport" not in _tuned(run),
     "dispatch.transport='capacity' has no overflow rounds",
+    "set dispatch.transport=packed or dropless",
+  ),
+  _Rule(
+    ("dispatch.overflow",),
+    lambda run: not run.dispatch.adaptive_r and "adaptive_r" not in _tuned(run),
+    "dispatch.adaptive_r=0 gathers the experts' weights and exchanges no rows",
+    "set dispatch.adaptive_r=1",
+  ),
+  _Rule(
+    ("dispatch.overflow",),
+    lambda run: run.mesh.expert == 1,
+    "mesh.expert=1 leaves the rows on their device, which has all experts",
+    "set mesh.expert to 2 or more",
+  ),
+  _Rule(
+    ("dispatch.overflow",),
+    lambda run: run.dispatch.overflow == "repeat" and run.dispatch.ablation.first_round,
+    "dispatch.ablation.first_round=True loses the rows that a repeated step would send",
+    "leave dispatch.ablation.first_round out",
+  ),
+  _Rule(
+    ("dispatch.overflow",),
+    lambda run: run.dispatch.transport not in TRANSPORTS,
+    "dispatch.transport={run.dispatch.transport!r} sends rows in its own way",
     "set dispatch.transport=packed or dropless",
   ),
   _Rule(
@@ -427,14 +459,15 @@ RULES = (
 
 
 def check_typed(run: Any, names: Iterable[str]) -> None:
-  """Checks that every field of the command line changes something in this run.
+  """Checks that every field of the command line changes something in this run, by its whole value.
 
   Args:
     run: a `RunConfig` with the typed values in it.
     names: dotted names of the fields that were typed.
 
   Raises:
-    ConfigError: one of them has no effect; the message says why, and a remedy.
+    ConfigError: one of them has no effect; the message says why, and a remedy. Or it is larger than
+      the number of things that it is about (`check_excess`).
   """
   for name in (RENAMED.get(name, name) for name in names):
     for rule in RULES:
@@ -443,6 +476,7 @@ def check_typed(run: Any, names: Iterable[str]) -> None:
         why = rule.why.format(run=run)
         raise ConfigError(f"{name}={_value(run, name)!r} has no effect: {why}; {rule.remedy}, "
                           f"or leave {name} out")  # fmt: skip
+    check_excess(name, _value(run, name), run)
 
 
 def _value(run: Any, name: str) -> Any:

@@ -90,8 +90,8 @@ MISTAKES = {
   ),
   "steps of no trace": (
     field("train.profile_steps=1"),
-    "set train.profile_step, e.g. 10",
-    field("train.profile_steps=1", "train.profile_step=10"),
+    "set train.profile_step, e.g. 2",
+    field("train.profile_steps=1", "train.profile_step=2"),
   ),
   "a vocabulary of bytes": (
     field("data.vocab_size=300"),

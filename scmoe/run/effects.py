@@ -380,7 +380,7 @@ RULES = (
     ("train.profile_steps",),
     lambda run: not run.train.profile_step,
     "train.profile_step=0 traces nothing",
-    "set train.profile_step, e.g. 10",
+    "set train.profile_step, e.g. 2",
   ),
   _Rule(
     ("train.tune_rounds",),

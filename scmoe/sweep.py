@@ -61,7 +61,8 @@ OWN = (
 SHARED = ("config", "config_json", "smoke", "workdir", "allow_import", "simulate", "help")
 FLAGS = tuple(f for f in TRAIN_FLAGS if f.name in SHARED) + OWN
 LOG = "log.txt"
-MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# The share of a GPU's memory that jax allocates, by its two names; jax refuses both at once.
+MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _LOG_END = 2**16  # the last line of a log is searched in so many bytes at its end
 SWEEP_LOCK = "sweep.lock"
 POLL_SECONDS = 0.5
@@ -99,13 +100,14 @@ def main(argv: list[str]) -> None:
   waiting = [run for run in runs if not is_done(run)]
   if values["dry_run"]:
     return print("\n".join([f"{len(runs)} runs in {workdir}:", *(r.folder.name for r in runs)]))
-  environments = shared_out(values["jobs"])
+  processes = together(waiting) if values["together"] else waiting
+  environments = shared_out(values["jobs"], len(processes))
   prepare_workdir(workdir)
   began, extra = time.monotonic(), [f"--simulate={n}"] if (n := values["simulate"]) else []
   with RunLock(workdir, SWEEP_LOCK):
     if len(waiting) < len(runs):
       say(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
-    train_all(together(waiting) if values["together"] else waiting, environments, extra)
+    train_all(processes, environments, extra)
   comparison = compare([read_run(run.folder) for run in runs])
   command = shlex.join(["python", "-m", "scmoe.sweep", *argv])
   print("\n" + write_comparison(comparison, workdir / "compare", command))
@@ -197,20 +199,25 @@ def _folder_name(choices: Sequence[tuple[str, str]]) -> str:
   return f"{name[:40]}-{digest}_{words[-1]}"
 
 
-def shared_out(jobs: int) -> list[dict[str, str]]:
+def shared_out(jobs: int, processes: int) -> list[dict[str, str]]:
   """Environment variables that give each job its part of the GPUs; none on a CPU.
 
   With more jobs than GPUs, several jobs share a GPU, as evenly as it goes, and each of them may
   allocate an equal part of 90 % of its memory. Example: five jobs on two GPUs are three on the
-  first, which may allocate 30 % each, and two on the second, with the same 30 %. A
-  XLA_PYTHON_CLIENT_MEM_FRACTION that the user has set stays as it is.
+  first, which may allocate 30 % each, and two on the second, with the same 30 %. A share that the
+  user has set by one of the variables `MEMORY` stays as it is.
+
+  Args:
+    jobs: processes at the same time.
+    processes: all that are to run. With fewer of them than jobs, no more share a GPU than must.
   """
   gpus = visible_gpus()
+  jobs = min(jobs, max(processes, len(gpus), 1))
   if not gpus or jobs == 1:
     return [{} for _ in range(jobs)]
   if jobs > len(gpus):
     part = f"{0.9 / -(-jobs // len(gpus)):.3f}"
-    memory = {} if MEMORY in os.environ else {MEMORY: part}
+    memory = {} if any(os.environ.get(name) for name in MEMORY) else {MEMORY[0]: part}
     return [{"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)], **memory} for i in range(jobs)]
   share = len(gpus) // jobs
   return [

@@ -107,16 +107,21 @@ def test_the_grid_is_checked_and_named():
 
 def test_gpus_are_shared_out(monkeypatch):
   monkeypatch.setattr(sweep, "visible_gpus", lambda: ["0", "1", "2", "3", "4"])
-  assert sweep.shared_out(1) == [{}]
-  assert [e["CUDA_VISIBLE_DEVICES"] for e in sweep.shared_out(2)] == ["0,1", "2,3"]
-  monkeypatch.delenv(sweep.MEMORY, raising=False)
-  seven = sweep.shared_out(7)
+  assert sweep.shared_out(1, 9) == [{}]
+  assert [e["CUDA_VISIBLE_DEVICES"] for e in sweep.shared_out(2, 1)] == ["0,1", "2,3"]
+  new, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+  monkeypatch.delenv(new, raising=False)
+  monkeypatch.setenv(old, "")  # jax reads an empty one as none
+  seven = sweep.shared_out(7, 9)
   assert [e["CUDA_VISIBLE_DEVICES"] for e in seven] == ["0", "1", "2", "3", "4", "0", "1"]
-  assert {e[sweep.MEMORY] for e in seven} == {"0.450"}
-  monkeypatch.setenv(sweep.MEMORY, "0.2")
-  assert sweep.shared_out(7)[0] == {"CUDA_VISIBLE_DEVICES": "0"}
+  assert {e[new] for e in seven} == {"0.450"}
+  for name in (new, old):  # jax ends with an error if both are set
+    monkeypatch.setenv(name, "0.2")
+    assert sweep.shared_out(7, 9)[0] == {"CUDA_VISIBLE_DEVICES": "0"}
+    monkeypatch.setenv(name, "")
+  assert sweep.shared_out(7, 4) == [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(5)]
   monkeypatch.setattr(sweep, "visible_gpus", list)
-  assert sweep.shared_out(3) == [{}, {}, {}]
+  assert sweep.shared_out(3, 9) == [{}, {}, {}]
 
 
 def test_runs_end_in_a_comparison_and_are_not_run_twice(fake, capsys):

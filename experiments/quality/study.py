@@ -236,7 +236,7 @@ def call(design: Design, argv: list[str]) -> Study:
     # On a CPU a process starts and compiles about as long as it trains.
     todo = sweep.together(todo) if values["together"] or scale == "cpu" else todo
     try:
-      sweep.train_all(todo, sweep.shared_out(jobs), extra, watch)
+      sweep.train_all(todo, sweep.shared_out(jobs, len(todo)), extra, watch)
     finally:
       study = collected(plan, [*known, *watch.results])
       print("\n" + shown(study))

@@ -25,8 +25,10 @@ TRACED = [(name, wiring) for name in config_names() for wiring in ("", *WIRINGS)
 TRACED = [case for case in TRACED if case not in RUN]
 BY_DAY = set(zip(config_names(), itertools.cycle(WIRINGS)))
 # Made small they are others' like, or other tests run them: `gpt2_moe_medium` and `llama2_moe`,
-# `finetune_small`, test_teacher.py, test_vision.py, `longcat_flash_small`, test_sequence_axis.py.
+# `finetune_small`, test_teacher.py, test_vision.py, `longcat_flash_small`, test_sequence_axis.py,
+# `shapes_vit`, test_preference.py.
 RUN_BY_NIGHT = {"gpt2_moe_small", "gpt3_moe_xl", "finetune_lora", "distillation", "cifar10_swin"}
+RUN_BY_NIGHT |= {"cifar10_vit", "preference_small"}
 RUN_BY_NIGHT |= {"gpt_moe_1t", "longcat_flash", "deepseek_v3"}
 # With a shortcut and without an MoE; by day test_wirings.py has the gradients of all wirings.
 WIRED_BY_DAY = {"", "dense", "scmoe_pos2"}

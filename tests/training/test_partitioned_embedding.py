@@ -287,7 +287,7 @@ def traffic(tied, rows, embedding="partitioned"):
   return dry_run(own.run)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, night(False)])  # untied heads by day: tests/layers
 def test_the_dry_run_says_bytes_by_hand(tied):
   """float32: a table is 64 x 16, of which a rank has a quarter; rows of 8 tokens."""
   table = 4 * 64 * 16

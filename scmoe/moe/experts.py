@@ -389,10 +389,10 @@ class FFNExperts(Experts):
     )
 
   def _static(self, layout: RowLayout) -> FFNConfig:
-    """How these rows are computed. `batched` becomes `grouped` for a call that drops nothing.
+    """How these rows are computed. `batched` becomes `grouped` for rows in groups of any size.
 
-    Decoding and exact evaluation are such calls: their rows come in groups of any size, without
-    the buffers of equal size that `batched` needs.
+    A call that drops nothing has such rows, as decoding and exact evaluation do, and a user's own
+    transport may. `batched` needs buffers of equal size.
     """
     shared_sms = axis_size(*AXES) > 1 and not self.copy_engines
     config = FFNConfig(**self.config.shared(), shared_sms=shared_sms)

@@ -1,5 +1,6 @@
 """The layer as a whole: batches without tokens, other kinds of experts, and what is refused."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
-from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.dispatch import DispatchConfig, make_transport
 from scmoe.moe.experts import Experts
 from scmoe.moe.layer import MoE, MoECall, MoEConfig
 from scmoe.parallel.gradients import reduce_gradients
@@ -167,6 +168,26 @@ def test_tokens_of_another_width_are_refused():
   moe = MoE(MoEConfig(D, F, E), rngs=nnx.Rngs(0))
   with pytest.raises(ConfigError, match=r"has width 4, got tokens of shape \[1, 2, 5\]"):
     moe(jnp.zeros((1, 2, 5)))
+
+
+class Wrapped:
+  """A transport of one's own that contains the capacity transport."""
+
+  def __init__(self, config, *, exchange, **given):
+    plain = dataclasses.replace(config, transport="capacity")
+    inner = make_transport(plain, buffers=True, **given)
+    self.dispatch, self.combine = inner.dispatch, inner.combine
+
+
+def test_batched_experts_take_the_buffers_of_a_transport_of_ones_own():
+  x = np.random.default_rng(3).normal(size=(2, 3, D)).astype(np.float32)
+  outs = []
+  for impl in ("batched", "grouped"):
+    dispatch = DispatchConfig(transport=f"{__name__}:Wrapped")
+    config = MoEConfig(D, F, E, 2, init_std=1.0, out_std=1.0, impl=impl, dispatch=dispatch)
+    outs.append(MoE(config, rngs=nnx.Rngs(0))(x)[0])
+  np.testing.assert_allclose(*outs, rtol=1e-5, atol=1e-6)
+  assert np.abs(outs[0]).max() > 0.1
 
 
 def test_batched_experts_in_a_call_that_drops_nothing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.extensions import is_import_path
 from scmoe.base.options import Options, option, section
 
 TRANSPORTS = ("capacity", "packed", "dropless", "put")
@@ -104,9 +105,14 @@ class DispatchConfig(Options, path="dispatch"):
   def check_buffers(self) -> None:
     """Checks that experts get buffers of equal size, as `model.ffn.impl=batched` needs them.
 
+    A user's own transport may make such buffers, for example one that contains `Capacity`, so it
+    passes. Rows that come without them are computed as by `grouped`.
+
     Raises:
-      ConfigError: the transport makes none, or drops nothing.
+      ConfigError: the transport is another one of `TRANSPORTS` than `capacity`, or drops nothing.
     """
+    if is_import_path(self.transport):
+      return
     if self.transport != "capacity" or not self.capacity_factor:
       raise ConfigError(
         "model.ffn.impl=batched computes buffers of equal size, which only dispatch.transport="

@@ -47,6 +47,8 @@ def gpt():
      "model.top_k='2' is of type str, not int; use a whole number"),
     (lambda: layer()(TOKENS, scmoe.MoECall(capacity_factor="2")),
      "capacity_factor='2' is no number; use one such as 2.0"),
+    (lambda: layer()(TOKENS, scmoe.MoECall(gate="a")),
+     "gate='a' is of type str, not int; use a whole number"),
     (lambda: scmoe.MoE(LAYER, gates=3, rngs=nnx.Rngs(0)), "gates=3 is of type int, not list"),
     (lambda: scmoe.MoE(LAYER, experts=3, rngs=nnx.Rngs(0)), "experts=3 is of type int, which can"),
     (lambda: scmoe.route([[1.0]], GATE, k=1), "the array of tokens is of type list, not an array"),

@@ -22,6 +22,7 @@ from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import load, made_by
+from scmoe.base.options import check_whole
 from scmoe.kernels.grouped_matmul.activations import clamped
 from scmoe.kernels.top_k import GateOutput, gate_product, gate_top_k
 from scmoe.moe.options import GATES, RouterConfig
@@ -217,10 +218,11 @@ def chosen_gate(gates: Sequence[Any], index: int | Array) -> Any:
     index: an int; or a jax array, traced or not, of shape [] or [B], whose range is not checked.
 
   Raises:
-    ConfigError: an int is the index of no gate; or the index is a jax array, and the gates differ
-      in class or size.
+    ConfigError: the index is neither an int nor a jax array; an int is the index of no gate; or the
+      index is a jax array, and the gates differ in class or size.
   """
   if not isinstance(index, Array):
+    check_whole("gate", index)
     if not 0 <= index < len(gates):
       raise ConfigError(
         f"gate={index} is none of the {len(gates)} gates; raise router.compat.gates or use 0 to "

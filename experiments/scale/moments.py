@@ -11,16 +11,19 @@ The arms take turns; each turn makes its state anew, runs one step, and times th
   computed  the host updates them with its own cores: gradients leave, each layer's while the layer
             before is updated (mesh.moments_update=host)
   waiting   the same, but no copy runs beside an update (mesh.moments_ahead=0)
+  filed     as computed, but moments lie in a file in --folder, each layer's read while the layer
+            before is updated, and written behind it (mesh.moments_in=files)
+  reading   the same, but no layer is read or written beside an update (mesh.moments_ahead=0)
   device    all on the device; left out if the dry run says that it does not fit
 
 First the link is timed, each way alone and both at once, and then the host: AdamW on jax's CPU, in
-bytes that it reads and writes a second. The planner's figure of an arm is a step's
-computation, and the copies at the link's speed both ways at once. The computation is what the arm
-`device` took; without that arm it is the model's FLOPs at --mfu of the peak. What can be hidden of
-the copies of `blocking` is what the plan of `host` takes less. Peak memory is the process's so far,
-so the arm that needs least comes first; and as jax keeps pinned memory that it once had, arms whose
-host computes come before those that need much of it. --tiny runs a tiny model on a CPU, which has
-one memory and copies nothing: its times mean nothing.
+bytes that it reads and writes a second, and the disk of --folder. The planner's figure of an arm is
+a step's computation, and the copies at these speeds, those of the link both ways at once. The
+computation is what the arm `device` took; without that arm it is the model's FLOPs at --mfu of the
+peak. What can be hidden of the copies of `blocking` is what the plan of `host` takes less. Peak
+memory is the process's so far, so the arm that needs least comes first; and as jax keeps pinned
+memory that it once had, arms whose host computes come before those that need much of it. --tiny
+runs a tiny model on a CPU, which has one memory and copies nothing: its times mean nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import os
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -65,8 +69,12 @@ ARMS = {
   "part": {"mesh.moments_in": "host", "mesh.moments_kept": "2"},
   "computed": {"mesh.moments_in": "host", "mesh.moments_update": "host"},
   "waiting": {"mesh.moments_in": "host", "mesh.moments_update": "host", "mesh.moments_ahead": "0"},
+  "filed": {"mesh.moments_in": "files", "mesh.moments_update": "host"},
+  "reading": {
+    "mesh.moments_in": "files", "mesh.moments_update": "host", "mesh.moments_ahead": "0"
+  },
   "device": {"mesh.moments_in": "device"},
-}
+}  # fmt: skip
 
 
 def link_speed(size: int) -> dict[str, float]:
@@ -119,6 +127,26 @@ def host_speed(size: int) -> float:
   return 36 * size / min(times[1:])
 
 
+def disk_speed(folder: str, size: int) -> float:
+  """Bytes/s that a folder's disk takes and gives by turns; the page cache serves none of them.
+
+  Args:
+    folder: on the disk.
+    size: bytes that are written, and then read.
+  """
+  values = np.random.default_rng(0).bytes(min(size, 2**26))
+  with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+    begin = time.perf_counter()
+    for _ in range(size // len(values)):
+      file.write(values)
+    os.fsync(file.fileno())
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    file.seek(0)
+    while file.read(len(values)):
+      pass
+    return 2 * file.tell() / (time.perf_counter() - begin)
+
+
 def check_memory(name: str, plan: Any) -> None:
   """Ends the program if the host cannot keep what an arm puts there. Nothing is saved here.
 
@@ -128,7 +156,7 @@ def check_memory(name: str, plan: Any) -> None:
   free = host_memory.host_memory()
   if plan is None or free is None:
     return
-  need = plan.total + (plan.total // 5 + plan.staging if plan.leaving else 0)
+  need = plan.in_memory + (plan.total // 5 + plan.staging if plan.leaving else 0)
   if need > free:
     raise SystemExit(
       f"{name} needs {size_of(need)} of the host's memory, which has {size_of(free)}; use fewer "
@@ -162,12 +190,13 @@ def figures(arms: dict[str, Arm], plans: dict[str, Any], rate: float, mfu: float
   copies = {name: p.away.seconds(rate) if p.away else 0.0 for name, p in plans.items()}
   for name, own in found.items():
     away = plans[name].away
-    own["host_bytes"] = away.total if away else 0
+    own["host_bytes"] = away.in_memory if away else 0
+    own["file_bytes"] = away.total if away and away.filed else 0
     own["planned_bytes"] = plans[name].memory.total
     own["planned_ms"] = round(1e3 * (compute + copies[name]), 3)
     own["over_plan"] = round(seconds[name] / (compute + copies[name]), 3)
     own["copies_planned_ms"] = round(1e3 * copies[name], 3)
-  for name, plain in (("host", "blocking"), ("computed", "waiting")):
+  for name, plain in (("host", "blocking"), ("computed", "waiting"), ("filed", "reading")):
     if {name, plain} <= set(arms) and copies[plain] > copies[name]:
       won = seconds[plain] - seconds[name]
       found[name]["hidden"] = round(won / copies[plain], 3)
@@ -213,6 +242,7 @@ def main() -> None:
   parser.add_argument("--seconds", type=float, default=150, help="no new turn after these")
   parser.add_argument("--mfu", type=float, default=MFU, help="of computation, without `device`")
   parser.add_argument("--tiny", action="store_true")
+  parser.add_argument("--folder", default=".", help="on a local disk, for the arms with a file")
   parser.add_argument("--json", type=Path)
   args = parser.parse_args()
   begin = time.perf_counter()
@@ -225,6 +255,8 @@ def main() -> None:
     run = first
     for field, value in ARMS[name].items():
       run = with_field(run, field, value)
+    if run.mesh.moments_in == "files":
+      run = with_field(run, "mesh.moments_folder", args.folder)
     plans[name] = dry_run(run)
     if name == "device" and limit is not None and plans[name].memory.total > limit:
       say(
@@ -234,7 +266,10 @@ def main() -> None:
     arms[name] = Arm(run)
     check_memory(name, plans[name].away)
   speed = link_speed(2**20 if args.tiny else 2**29)
-  if {"computed", "waiting"} & set(arms):
+  if any(plans[name].away and plans[name].away.filed for name in arms):
+    host_memory.DISK_RATE = disk_speed(args.folder, 2**26 if args.tiny else 2**33)
+    speed["disk"] = host_memory.DISK_RATE / 1e9
+  if any(plans[name].away and plans[name].away.leaving for name in arms):
     host_memory.HOST_RATE = host_speed(2**18 if args.tiny else 2**28)
     speed["host"] = host_memory.HOST_RATE / 1e9
   say(", ".join(f"{name} {value:.1f} GB/s" for name, value in speed.items()))

@@ -37,6 +37,13 @@ def gpt():
   return scmoe.GPT(SMALL, rngs=nnx.Rngs(0))
 
 
+@functools.cache
+def vision():
+  sizes = scmoe.VisionConfig(size=8, patch=4, classes=2)
+  config = scmoe.ModelConfig(architecture="vit", vision=sizes, width=8, num_heads=2, num_layers=2)
+  return scmoe.VisionModel(config, rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize(
   ("make", "words"),
   [
@@ -78,6 +85,13 @@ def gpt():
     (lambda: gpt()(IDS, scmoe.Pass("a")), "positions_BS is of type str, not an array"),
     (lambda: gpt()(IDS, scmoe.Pass(IDS[0])),
      "positions_BS has shape [4]; token ids [1, 4] need the"),
+    (lambda: gpt()(IDS, scmoe.Pass(jnp.zeros((3, 4), jnp.int32))),
+     "positions_BS has shape [3, 4]; token ids [1, 4] need the"),
+    (lambda: gpt()(IDS[0, 0], scmoe.Pass(IDS)), "the model reads token ids [batch, sequence]"),
+    (lambda: gpt().logits(3), "h_BSD is of type int, not an array"),
+    (lambda: vision()(3), "images_BSSC is of type int, not an array"),
+    (lambda: vision()(jnp.zeros((1, 8, 8, 3)), 3), "given=3 is of type int, not Pass"),
+    (lambda: vision().logits(3), "h_BSD is of type int, not an array"),
     (lambda: generate(gpt(), [[1]], max_new_tokens=1, seed="a"),
      "seed='a' is of type str, not int"),
     (lambda: generate(gpt(), [[1]], max_new_tokens=1, mesh="a"),

@@ -101,7 +101,8 @@ class GPT(Trunk):
     Raises:
       ConfigError: `given` is no `Pass`, or `tokens_BS` is no array; the array is empty, not [batch,
         sequence] or not of integers, the rows are longer than the context, an id is outside the
-        vocabulary, or positions, segments or mask are no array of the tokens' shape.
+        vocabulary, or positions, segments or mask are no array of the tokens' shape, or of one row
+        of it.
     """
     if not isinstance(tokens_BS, (Array, np.ndarray)):
       raise ConfigError(
@@ -110,16 +111,16 @@ class GPT(Trunk):
       )
     check_type("given", given, Pass)
     config, shape = self.config, tuple(tokens_BS.shape)
+    if len(shape) != 2:
+      raise ConfigError(f"the model reads token ids [batch, sequence], got {list(shape)}")
     for name in ("positions_BS", "segments_BS", "mask_BS"):
       if (value := getattr(given, name)) is None:
         continue
       check_array(name, value)
-      if len(value.shape) != 2 or value.shape[1] != shape[-1]:
+      if tuple(value.shape) not in (shape, (1, shape[1])):
         raise ConfigError(
           f"{name} has shape {list(value.shape)}; token ids {list(shape)} need the same"
         )
-    if len(shape) != 2:
-      raise ConfigError(f"the model reads token ids [batch, sequence], got {list(shape)}")
     if not jnp.issubdtype(tokens_BS.dtype, jnp.integer):
       raise ConfigError(f"the model reads token ids of an integer type, got {tokens_BS.dtype}")
     if not all(shape):
@@ -184,7 +185,11 @@ class GPT(Trunk):
 
     Args:
       h_BSD: `Output.h_BSD` of a call.
+
+    Raises:
+      ConfigError: `h_BSD` is no array.
     """
+    check_array("h_BSD", h_BSD)
     return self.embedding.logits(h_BSD)
 
 

@@ -17,7 +17,7 @@ from jax import Array
 from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_type
+from scmoe.base.options import check_array, check_type
 from scmoe.blocks.options import OverlapConfig
 from scmoe.models.config import ModelConfig
 from scmoe.models.trunk import Leg, Output, Pass, Route, Trunk, context_of, run_trunks
@@ -89,8 +89,10 @@ class VisionModel(nnx.Module):
       `h_BSD`, the normalised tokens of the last trunk, and `sums` of the MoE layers of all trunks.
 
     Raises:
-      ConfigError: the images have another shape, or `given.remat` is unknown.
+      ConfigError: an argument is of another type, the images have another shape, or `given.remat`
+        is unknown.
     """
+    check_type("given", given, Pass)
     return run_trunks(route([self], [images_BSSC], [given]))[0]
 
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B V"]:
@@ -98,7 +100,11 @@ class VisionModel(nnx.Module):
 
     Args:
       h_BSD: `Output.h_BSD` of a call.
+
+    Raises:
+      ConfigError: `h_BSD` is no array.
     """
+    check_array("h_BSD", h_BSD)
     wide = jnp.promote_types(h_BSD.dtype, jnp.float32)
     return linear(h_BSD.astype(wide).mean(1), self.head, self.head_bias)
 
@@ -106,11 +112,12 @@ class VisionModel(nnx.Module):
     """Checks that a batch of images has the shape [B, size, size, channels] of `model.vision`.
 
     Raises:
-      ConfigError: it has another shape.
+      ConfigError: it is no array, or has another shape.
     """
+    check_array("images_BSSC", images_BSSC)
     vision = self.config.vision
     wanted = (vision.size, vision.size, vision.channels)
-    if images_BSSC.ndim != 4 or images_BSSC.shape[1:] != wanted:
+    if tuple(images_BSSC.shape[1:]) != wanted:
       raise ConfigError(
         f"the model reads images [batch, {', '.join(map(str, wanted))}], got "
         f"{list(images_BSSC.shape)}; resize them, or set model.vision"

@@ -487,6 +487,24 @@ def test_the_frames_of_a_token(travelled):
   assert len(travelled["dispatch"]) <= 12
 
 
+def test_the_reading_order_has_each_file_once_and_every_file_of_the_frames(travelled):
+  lines = block(page("docs/architecture.md"), "reading order").splitlines()
+  numbers, paths = zip(*(line.split(None, 2)[:2] for line in lines))
+  assert [int(number) for number in numbers] == list(range(1, len(lines) + 1))
+  assert len(set(paths)) == len(paths)
+  for path in paths:
+    assert (ROOT / "scmoe" / path).is_file(), path
+  # The frames enter their files in this order, too.
+  entered = dict.fromkeys(path.removeprefix("scmoe/") for path, _ in travelled["experts"])
+  assert [path for path in paths if path in entered] == list(entered)
+  # A line names what the file defines or calls.
+  for line in lines:
+    _, path, clause = line.split(None, 2)
+    text = (ROOT / "scmoe" / path).read_text("utf-8")
+    for name in re.findall(r"`([^`]+)`", clause):
+      assert name.rsplit(".", 1)[-1] in text, (path, name)
+
+
 def test_the_frames_to_the_first_product_on_hopper(travelled_on_hopper):
   products = listed("rows_product")
   assert products == travelled_on_hopper[-len(products) :]

@@ -8,6 +8,8 @@ frequencies of the rotary embedding.
 
 from __future__ import annotations
 
+import ast
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,29 @@ def code() -> str:
   return (Path(__file__).parent / "remote" / CODE).read_text("utf-8")
 
 
+@functools.cache
+def activations() -> dict[str, bool]:
+  """The activations that `CODE` computes, and whether each has a gate.
+
+  They are the words of its tables `GATED` and `PLAIN`, read from its source: running it needs
+  PyTorch.
+  """
+  tables = {"GATED": True, "PLAIN": False}
+  found = {}
+  for line in ast.parse(code()).body:
+    match line:
+      case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name in tables:
+        found |= {key.value: tables[name] for key in keys if isinstance(key, ast.Constant)}
+  return found
+
+
 def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
   """The config.json of a resolved model.
 
   Raises:
     ConfigError: the model reads images, experts or gate are the user's own code, experts take turns
       (`router.compat.uniform`), each of several tasks has a gate, or `CODE` does not compute an
-      option.
+      option or the activation.
   """
   named = to_dict(RunConfig(model=model, router=router))
   for field in ("model.experts", "router.gate"):
@@ -67,6 +85,11 @@ def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
     )
   if model.qk_norm == "l2":
     raise ConfigError("model.qk_norm='l2' leaves as a Llama-4 only; use 'none', 'head' or 'all'")
+  if model.ffn.activation not in activations():
+    raise ConfigError(
+      f"model.ffn.activation={model.ffn.activation!r} is none that the code for transformers has: "
+      f"{', '.join(activations())}; add it to GATED or PLAIN in {CODE}"
+    )
   own, routing = named["model"], named["router"]
   del own["vision"]
   if is_import_path(router.balance):  # a loss of the user's own, which the model does not need

@@ -18,6 +18,8 @@ from scmoe.base.errors import ConfigError, DataError, StorageError
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.data.conventions import Conventions
 from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer, byte_tokenizer_json
+from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
+from scmoe.kernels.grouped_matmul.options import FFNOptions
 from scmoe.models.config import ModelConfig
 from scmoe.moe.options import CompatConfig, RouterConfig
 from scmoe.pretrained import own
@@ -73,6 +75,20 @@ def test_gates_of_several_tasks_are_refused():
   model = ModelConfig(vocab_size=VOCAB).resolve()
   with pytest.raises(ConfigError, match=r"^router\.tasks=2: a folder holds one task's gates"):
     own.write(model, RouterConfig(tasks=2))
+
+
+def test_the_code_has_every_activation():
+  """A new activation needs a line there too, or models with it cannot leave."""
+  assert own.activations() == {name: get_activation(name).gated for name in activation_names()}
+
+
+def test_an_activation_that_the_code_lacks_is_refused(monkeypatch):
+  model = ModelConfig(vocab_size=VOCAB, ffn=FFNOptions(activation="relu2")).resolve()
+  assert own.write(model, RouterConfig())
+  known = {name: gated for name, gated in own.activations().items() if name != "relu2"}
+  monkeypatch.setattr(own, "activations", lambda: known)
+  with pytest.raises(ConfigError, match=r"^model\.ffn\.activation='relu2' is none .*silu"):
+    own.write(model, RouterConfig())
 
 
 def test_the_code_reads_every_option_that_changes_the_function():

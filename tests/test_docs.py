@@ -488,7 +488,7 @@ def test_the_frames_of_a_token(travelled):
 
 
 def test_the_reading_order_has_each_file_once_and_every_file_of_the_frames(travelled):
-  lines = block(page("docs/architecture.md"), "reading order").splitlines()
+  lines = block(page("docs/architecture.md"), "reading order")
   numbers, paths = zip(*(line.split(None, 2)[:2] for line in lines))
   assert [int(number) for number in numbers] == list(range(1, len(lines) + 1))
   assert len(set(paths)) == len(paths)

@@ -476,7 +476,7 @@ def _advice(
     step,
     shortcut=run.model.wiring_rule.is_shortcut,
     window_share=share,
-    capacity_factor=dispatch.capacity_factor if dispatch.transport == "capacity" else 0.0,
+    capacity_factor=dispatch.capacity_factor if dispatch.fixed_buffers else 0.0,
   )
 
 

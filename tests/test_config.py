@@ -8,6 +8,7 @@ import json
 import pytest
 
 from scmoe.base.errors import ConfigError
+from scmoe.moe.dispatch.options import TRANSPORTS, Kind
 from scmoe.run import build, placement
 from scmoe.run.bounds import MOST
 from scmoe.run.config import (
@@ -432,6 +433,25 @@ def test_a_number_larger_than_what_it_limits_is_refused(name, most, what):
   check_typed(with_field(run, name, str(most)), [name])
   line = error_of(check_typed, with_field(run, name, str(most + 1)), [name])
   assert line == f"{name}={most + 1} is more than the {most} {what}; use at most {most}"
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_a_new_line_of_the_transports_is_all_that_the_checks_need(monkeypatch, drops, in_rounds):
+  monkeypatch.setitem(TRANSPORTS, "mine", Kind(drops=drops, in_rounds=in_rounds))
+  run = changed(dispatch__transport="mine", dispatch__groups=3, dispatch__overflow="repeat",
+                mesh__expert=2)  # fmt: skip
+  assert (run.dispatch.repeats, run.dispatch.fixed_buffers) == (in_rounds, not in_rounds)
+  # Only a capacity needs groups that divide the tokens.
+  said = error_of(resolve, run, 2) if drops else resolve(run, 2).dispatch.transport
+  assert ("dispatch.groups=3 must be a multiple" in said) == drops
+  wrong = {"dispatch.slack": not in_rounds, "dispatch.overflow": not in_rounds,
+           "dispatch.capacity_factor": not drops}  # fmt: skip
+  for name, refused in wrong.items():
+    if refused:
+      assert "dispatch.transport='mine' has" in error_of(check_typed, run, [name])
+    else:
+      check_typed(run, [name])
 
 
 def test_an_option_of_a_part_that_is_there_is_taken():

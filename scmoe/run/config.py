@@ -307,7 +307,7 @@ class RunConfig(Options):
         f"dispatch.nodes={dispatch.nodes} does not divide the {mesh.expert // sharers} devices "
         "that exchange tokens; use the number of hosts under mesh.expert"
       )
-    if dispatch.transport in ("dropless", "put") or is_import_path(dispatch.transport):
+    if dispatch.kind is None or not dispatch.kind.drops:
       return
     for length in routed_lengths(self.model, self.data.seq_len):
       shards, tokens = mesh.token_shards, self.train.batch_size * length

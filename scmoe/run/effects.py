@@ -13,7 +13,6 @@ from typing import Any
 from scmoe.base.errors import ConfigError
 from scmoe.base.renamed import RENAMED
 from scmoe.blocks.schedule import make_schedule
-from scmoe.moe.dispatch.options import TRANSPORTS
 from scmoe.run.bounds import check_excess
 from scmoe.training.options import tuned_values
 
@@ -293,21 +292,21 @@ RULES = (
   ),
   _Rule(
     ("dispatch.capacity_factor",),
-    lambda run: run.dispatch.transport in ("dropless", "put"),
+    lambda run: (kind := run.dispatch.kind) is not None and not kind.drops,
     "dispatch.transport={run.dispatch.transport!r} has no capacity",
     "set dispatch.transport=capacity or packed",
   ),
   _Rule(
     ("dispatch.slack",),
-    lambda run: run.dispatch.transport == "capacity",
-    "dispatch.transport='capacity' has fixed buffers",
+    lambda run: run.dispatch.fixed_buffers,
+    "dispatch.transport={run.dispatch.transport!r} has fixed buffers",
     "set dispatch.transport=packed or dropless, or dispatch.capacity_factor",
   ),
   _Rule(
     ("dispatch.overflow",),
-    lambda run: run.dispatch.transport == "capacity" and run.dispatch.capacity_factor != 0
+    lambda run: run.dispatch.fixed_buffers and run.dispatch.capacity_factor != 0
     and "transport" not in _tuned(run),
-    "dispatch.transport='capacity' has no overflow rounds",
+    "dispatch.transport={run.dispatch.transport!r} has no overflow rounds",
     "set dispatch.transport=packed or dropless",
   ),
   _Rule(
@@ -330,7 +329,7 @@ RULES = (
   ),
   _Rule(
     ("dispatch.overflow",),
-    lambda run: run.dispatch.transport not in TRANSPORTS,
+    lambda run: run.dispatch.kind is None,
     "dispatch.transport={run.dispatch.transport!r} sends rows in its own way",
     "set dispatch.transport=packed or dropless",
   ),

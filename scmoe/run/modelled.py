@@ -52,6 +52,6 @@ def pair_sizes(run: RunConfig) -> Sizes:
 def _rows_over_share(run: RunConfig, k: int) -> float:
   """Rows that the exchange's buffers hold, relative to the k choices of every token."""
   dispatch, factor = run.dispatch, abs(run.dispatch.capacity_factor)
-  if dispatch.transport != "capacity":
+  if not dispatch.fixed_buffers:
     return dispatch.slack
   return factor or run.model.num_experts / k  # 0: room for all tokens everywhere

@@ -210,7 +210,7 @@ def _stages(run: RunConfig, machine: Machine) -> StageSeconds:
   choice are.
   """
   sizes = dataclasses.replace(pair_sizes(run), devices=1)
-  if run.dispatch.transport != "capacity":
+  if not run.dispatch.fixed_buffers:
     sizes = dataclasses.replace(sizes, capacity_factor=1.0)
   return model_times(sizes, machine)
 

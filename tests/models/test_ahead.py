@@ -1,6 +1,7 @@
 """A pair that begins the next pair's dispatch computes what one that does not computes."""
 
 import functools
+import types
 
 import harness
 import jax
@@ -20,6 +21,7 @@ from scmoe.models.gpt import Pass
 from scmoe.models.gradient_sums import accumulate
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.moe.dispatch import Capacity, DispatchConfig, Dropless, Local, Packed, sends_ahead
+from scmoe.moe.dispatch.transport import Computed
 from scmoe.moe.options import RouterConfig
 from scmoe.offload.experts import Migration
 from scmoe.parallel.collectives import Exchange
@@ -185,7 +187,10 @@ def test_barriers_keep_the_order_of_the_list():
     (Capacity(4, Exchange()), False),  # no rows travel
     (Packed(4, Local()), False),
     (Local(), False),
+    (Computed(Dropless(Exchange("expert", 4))), True),
+    (Computed(Local()), False),
     (object(), False),  # a user's own, whose dispatch may compute rows
+    (types.SimpleNamespace(sends_ahead=True), True),  # one that says that it does not
   ],
 )
 def test_transports_that_dispatch_without_the_experts(transport, can):

@@ -136,6 +136,11 @@ class Capacity:
   chunks: int = 1
   order: str = "choice"
 
+  @property
+  def sends_ahead(self) -> bool:
+    """Whether rows travel to other devices; `dispatch` needs no experts. See `Transport`."""
+    return self.exchange.size > 1
+
   def dispatch(
     self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any = None
   ) -> Dispatched:

@@ -111,6 +111,11 @@ class Dropless:
   first_round: bool = False
   delivers: ClassVar[bool] = False  # whether `_send` itself brings the rows to their experts
 
+  @property
+  def sends_ahead(self) -> bool:
+    """Whether rows travel to other devices: without experts, `overflow` runs the later rounds."""
+    return self.exchange.size > 1
+
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
     """Sends the first round of rows; before that it runs the overflow rounds, if it has `experts`.
 

@@ -8,9 +8,29 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import is_import_path
 from scmoe.base.options import Options, option, section
 
-TRANSPORTS = ("capacity", "packed", "dropless", "put")
-# Transports that send rows in rounds, so that some rows may need overflow rounds.
-IN_ROUNDS = ("packed", "dropless", "put")
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """What the checks of a run, the step and `make_transport` ask about a word of the option.
+
+  Attributes:
+    drops: whether an expert has a capacity (`dispatch.capacity_factor`), and choices beyond it are
+      dropped.
+    in_rounds: whether rows travel in rounds of fixed size (`dispatch.slack`), so that some rows may
+      need overflow rounds (`dispatch.overflow`).
+  """
+
+  drops: bool
+  in_rounds: bool
+
+
+# The words of `dispatch.transport`; `make_transport` makes their transports.
+TRANSPORTS = {
+  "capacity": Kind(drops=True, in_rounds=False),
+  "packed": Kind(drops=True, in_rounds=True),
+  "dropless": Kind(drops=False, in_rounds=True),
+  "put": Kind(drops=False, in_rounds=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +111,24 @@ class DispatchConfig(Options, path="dispatch"):
   )
 
   @property
+  def kind(self) -> Kind | None:
+    """The table's entry for the transport; None if it is the user's own, which does as it likes."""
+    return TRANSPORTS.get(self.transport)
+
+  @property
+  def fixed_buffers(self) -> bool:
+    """Whether rows travel once, in buffers whose size the capacity gives."""
+    return self.kind is not None and not self.kind.in_rounds
+
+  @property
   def repeats(self) -> bool:
     """Whether a training step that exchanges rows may leave some over, and is then run again.
 
-    A user's own transport does as it likes, so no step with it is repeated; nor is one whose rows
-    without room are to be lost (`ablation.first_round`).
+    No step with a user's own transport is repeated; nor is one whose rows without room are to be
+    lost (`ablation.first_round`). Without a capacity, `capacity` sends rows as `dropless` does.
     """
-    in_rounds = self.transport in IN_ROUNDS
-    in_rounds |= self.transport == "capacity" and self.capacity_factor == 0
+    kind = self.kind
+    in_rounds = kind is not None and (kind.in_rounds or self.capacity_factor == 0)
     asked = self.overflow == "repeat" and not self.ablation.first_round
     return asked and in_rounds and self.adaptive_r != 0
 

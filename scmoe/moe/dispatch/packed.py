@@ -45,6 +45,11 @@ class Packed:
   groups: int = 1
   order: str = "choice"
 
+  @property
+  def sends_ahead(self) -> bool:
+    """Whether the kept rows travel to other devices; see `Transport`."""
+    return isinstance(self.inner, Dropless) and self.inner.sends_ahead
+
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
     """Drops and counts choices beyond capacity, and sends the rest; see `Transport.dispatch`.
 
@@ -57,6 +62,13 @@ class Packed:
     kept = dataclasses.replace(routing, made_TK=kept_TK, count_E=kept_GE.sum(0, dtype=jnp.int32))
     sent = self.inner.dispatch(x_TD, kept, experts)
     return dataclasses.replace(sent, dropped=(count_GE - kept_GE).sum(dtype=jnp.int32))
+
+  def overflow(
+    self, x_TD: Float[Array, "T D"], routing: Routing, sent: Dispatched, experts: Any
+  ) -> Dispatched:
+    """Runs the overflow rounds of the kept rows; see `Dropless.overflow`."""
+    assert isinstance(self.inner, Dropless), "rows that stay on their device need no round"
+    return self.inner.overflow(x_TD, routing, sent, experts)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Brings the kept rows' outputs back and adds them up; see `Transport.combine`."""

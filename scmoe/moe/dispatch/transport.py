@@ -28,7 +28,10 @@ from scmoe.parallel.mesh import TOKEN_AXES, axis_size
 class Transport(Protocol):
   """The protocol of transports: how rows get to the experts and back.
 
-  `tests/contracts/test_transports.py` tests what each transport has to fulfil.
+  `tests/contracts/test_transports.py` tests what each transport has to fulfil. A transport may also
+  have a property `sends_ahead`: True if it exchanges rows between devices, and `dispatch` can do so
+  without the experts (`overlap.ahead`). One that then leaves out rows for later rounds gives
+  `Dispatched.queues`, and has a method `overflow` like that of `Dropless`.
   """
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
@@ -68,9 +71,20 @@ class Computed:
 
   inner: Transport
 
+  @property
+  def sends_ahead(self) -> bool:
+    """That of the transport of the computing experts' rows."""
+    return sends_ahead(self.inner)
+
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
     """Dispatches the choices of computing experts only; see `Transport.dispatch`."""
     return self.inner.dispatch(x_TD, routing.computed, experts)
+
+  def overflow(
+    self, x_TD: Float[Array, "T D"], routing: Routing, sent: Dispatched, experts: Any
+  ) -> Dispatched:
+    """Runs the overflow rounds of the computing experts' rows; see `overflow`."""
+    return overflow(self.inner, x_TD, routing.computed, sent, experts)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """The computing experts' part of the output; `MoE.completed` adds the zero experts' part."""
@@ -171,7 +185,8 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
   first = config.ablation.first_round and not no_drop
   factor = config.capacity_factor if capacity_factor is None else capacity_factor
   lossless = no_drop or factor == 0
-  lossless |= capacity_factor is None and config.transport in ("dropless", "put")
+  kind = config.kind
+  lossless |= capacity_factor is None and kind is not None and not kind.drops
   if lossless and exchange.size == 1:
     return Local()
   if lossless and config.transport == "put" and not exchange.silent:
@@ -195,12 +210,11 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
 def sends_ahead(transport: Transport) -> bool:
   """Whether a transport exchanges rows between devices, and can dispatch them without the experts.
 
-  A user's transport may compute rows within dispatch, so it counts as one that cannot. The ablation
-  `silent`, which moves no row, counts as an exchange.
+  The transport's property of this name says so. One without it, as most of users' own, may compute
+  rows within dispatch, so it counts as one that cannot. The ablation `silent`, which moves no row,
+  counts as an exchange.
   """
-  if isinstance(transport, Computed | Packed):
-    return sends_ahead(transport.inner)
-  return isinstance(transport, Capacity | Dropless) and transport.exchange.size > 1
+  return getattr(transport, "sends_ahead", False)
 
 
 def overflow(
@@ -220,11 +234,8 @@ def overflow(
   """
   if sent.queues is None:
     return sent
-  if isinstance(transport, Computed):
-    return overflow(transport.inner, x_TD, routing.computed, sent, experts)
-  inner = transport.inner if isinstance(transport, Packed) else transport
-  assert isinstance(inner, Dropless)
-  return inner.overflow(x_TD, routing, sent, experts)
+  rounds: Any = transport
+  return rounds.overflow(x_TD, routing, sent, experts)
 
 
 def make_exchange(config: DispatchConfig) -> Exchange:

@@ -1,6 +1,9 @@
 """The contract of the grouped products: every backend that runs here against the reference."""
 
+import dataclasses
 import itertools
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +12,13 @@ import pytest
 
 from scmoe.kernels.grouped_matmul import (
   activation_names,
+  backend,
   device_has_kernels,
   get_activation,
   grouped_matmul,
   grouped_matmul_reference,
   resolve_backend,
+  xla,
 )
 from scmoe.kernels.grouped_matmul.activations import kernel_form
 from scmoe.kernels.grouped_matmul.layout import (
@@ -24,6 +29,7 @@ from scmoe.kernels.grouped_matmul.layout import (
   source_rows_of,
   unpad_rows,
 )
+from scmoe.kernels.grouped_matmul.options import FFNOptions
 from scmoe.kernels.grouped_matmul.tile_order import snake
 
 SIZES = {
@@ -189,6 +195,42 @@ def test_the_backend_is_chosen_by_device_and_operands():
     resolve_backend("cuda", jnp.bfloat16)
   with pytest.raises(ValueError, match="multiples of 64, got float32"):
     resolve_backend("mosaic_gpu", jnp.float32, 128)
+
+
+def test_another_implementation_is_a_module_and_a_line(monkeypatch, tile=24):
+  """It gets tiles of the size that it asks for, forward and backward."""
+  mine, taken = types.ModuleType("mine_of_a_test"), []
+  vars(mine).update({k: v for k, v in vars(xla).items() if not k.startswith("__")}, ROW_TILE=tile)
+
+  def counted(name):
+    def product(lhs, rhs, layout, **options):
+      taken.append(layout.tile)
+      return getattr(xla, name)(lhs, rhs, layout, **options)
+
+    return product
+
+  for name in ("grouped_rows", "grouped_weights"):
+    setattr(mine, name, counted(name))
+  monkeypatch.setitem(sys.modules, mine.__name__, mine)
+  monkeypatch.setitem(backend.MODULES, "mine", mine.__name__)
+  monkeypatch.setattr(backend, "BACKENDS", (*backend.BACKENDS, "mine"))
+  lhs, rhs, _, dout = problem(3)
+  sizes = jnp.asarray(SIZES["unaligned"])
+  out, vjp = jax.vjp(lambda *a: grouped_matmul(*a, sizes, backend="mine"), lhs, rhs)
+  want, want_vjp = jax.vjp(lambda *a: grouped_matmul_reference(*a, sizes), lhs, rhs)
+  for got, right in zip((out, *vjp(dout)), (want, *want_vjp(dout))):
+    np.testing.assert_allclose(got, right, rtol=2e-5, atol=2e-5)
+  assert taken == [tile] * 3
+
+
+def test_the_table_of_implementations_is_what_the_option_takes():
+  (field,) = (f for f in dataclasses.fields(FFNOptions) if f.name == "backend")
+  assert tuple(field.metadata["choices"]) == backend.EXPERT_BACKENDS == ("auto", *backend.MODULES)
+  for word in backend.MODULES:
+    module = backend.implementation(word)
+    assert all(callable(getattr(module, name)) for name in
+               ("forward", "backward", "grouped_rows", "grouped_weights"))  # fmt: skip
+    assert module.ROW_TILE is None or module.ROW_TILE % 8 == 0
 
 
 def test_errors_name_both_sides():

@@ -1,6 +1,7 @@
 """Decides whether kernels, XLA or the reference compute; logs each decision of "auto" once."""
 
 import functools
+import importlib
 import logging
 from types import ModuleType
 
@@ -9,7 +10,15 @@ import jax.numpy as jnp
 
 from scmoe.kernels.launch import has_kernels
 
-BACKENDS = ("auto", "mosaic_gpu", "xla", "reference")
+# The implementations of the experts' products: the user's word -> the module. Each module has the
+# functions `forward`, `backward`, `grouped_rows` and `grouped_weights`, with arguments as in `xla`,
+# and `ROW_TILE`: the rows of the tiles that it takes, or None if it takes tiles of any size.
+MODULES = {
+  "mosaic_gpu": "scmoe.kernels.grouped_matmul.mosaic_gpu",
+  "xla": "scmoe.kernels.grouped_matmul.xla",
+}
+EXPERT_BACKENDS = ("auto", *MODULES)
+BACKENDS = (*EXPERT_BACKENDS, "reference")  # of single products: `grouped_matmul`
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +41,7 @@ def _say_once(message: str) -> None:
 
 
 def resolve_backend(backend: str, dtype, *widths: int) -> str:
-  """The backend that runs: "mosaic_gpu", "xla" or "reference".
+  """The backend that runs: one of `BACKENDS`, but not "auto".
 
   Only "auto" asks whether the first device runs the kernels.
 
@@ -73,11 +82,9 @@ def resolve_backend(backend: str, dtype, *widths: int) -> str:
 
 
 def implementation(backend: str) -> ModuleType:
-  """The module with a resolved backend's functions on tiles: `mosaic_gpu`, or `xla` for others."""
-  if backend == "mosaic_gpu":
-    from scmoe.kernels.grouped_matmul import mosaic_gpu
+  """The module with the functions on tiles of a backend that `resolve_backend` has returned.
 
-    return mosaic_gpu
-  from scmoe.kernels.grouped_matmul import xla
-
-  return xla
+  Args:
+    backend: a word of `MODULES`.
+  """
+  return importlib.import_module(MODULES[backend])

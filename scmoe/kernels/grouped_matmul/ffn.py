@@ -26,12 +26,7 @@ from scmoe.kernels import launch
 from scmoe.kernels.grouped_matmul import xla
 from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
 from scmoe.kernels.grouped_matmul.backend import implementation, resolve_backend
-from scmoe.kernels.grouped_matmul.layout import (
-  KERNEL_ROW_TILE,
-  RowLayout,
-  TiledRows,
-  make_equal_layout,
-)
+from scmoe.kernels.grouped_matmul.layout import RowLayout, TiledRows, make_equal_layout
 from scmoe.kernels.grouped_matmul.options import FFNOptions
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
 from scmoe.kernels.one_row import experts as one_row
@@ -117,7 +112,7 @@ def expert_ffn(
 class _Static:
   """A resolved `FFNConfig`: the options on which a traced program depends."""
 
-  products: str  # the backend whose products run: "mosaic_gpu" or "xla"
+  products: str  # the backend whose products run, a word of `backend.MODULES`
   how: Execution
   ranks: int  # W of padded experts whose rows `_by_expert` reorders; else 1
   padded: tuple[int, int, int] | None
@@ -137,9 +132,10 @@ def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeigh
     raise ValueError("impl='block_sparse' is another function, block_sparse_ffn: use 'auto'")
   batched = config.impl == "batched"
   if padded is not None and config.impl == "auto":
-    whole = padded[2] > 0 and padded[2] % KERNEL_ROW_TILE == 0
+    tile = implementation(products).ROW_TILE
+    whole = tile is not None and padded[2] > 0 and padded[2] % tile == 0
     taken = config.shared_sms and config.backend == "auto"
-    batched = products != "mosaic_gpu" or not whole or taken
+    batched = not whole or taken
   num_sms = config.num_sms
   if products == "mosaic_gpu" and padded is not None and config.shared_sms and num_sms is None:
     num_sms = WAVES * launch.resolve_num_sms(None)
@@ -162,11 +158,10 @@ def _tiles(layout: RowLayout, static: _Static) -> TiledRows:
   if static.padded is not None:  # batched products: one tile for each expert
     ranks, groups, rows = static.padded
     return TiledRows(make_equal_layout(1, groups, ranks * rows, ranks * rows), None)
-  arrived = layout.tiles  # XLA's products take tiles of any size
-  if arrived is not None and (static.products == "xla" or arrived.tile == KERNEL_ROW_TILE):
+  arrived, tile = layout.tiles, implementation(static.products).ROW_TILE
+  if arrived is not None and tile in (None, arrived.tile):
     return TiledRows(arrived, None)
-  if static.products == "mosaic_gpu":
-    tile = KERNEL_ROW_TILE
+  if tile is not None:
     if layout.padded is not None and layout.padded[2] % tile == 0:
       return layout.in_place(tile)
     return layout.sorted(tile)

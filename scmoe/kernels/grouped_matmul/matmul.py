@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from scmoe.kernels.grouped_matmul import reference, xla
 from scmoe.kernels.grouped_matmul.backend import implementation, resolve_backend
 from scmoe.kernels.grouped_matmul.layout import (
-  KERNEL_ROW_TILE,
   GroupLayout,
   make_layout,
   row_groups,
@@ -112,7 +111,7 @@ def _check_matmul(lhs_MK, rhs_GKN, group_sizes_G, bias_GN) -> None:
 
 def _layout_for(backend: str, group_sizes_G: jax.Array, num_rows: int) -> GroupLayout:
   num_groups = group_sizes_G.shape[0]
-  tile = KERNEL_ROW_TILE if backend == "mosaic_gpu" else xla.choose_tile(num_rows, num_groups)
+  tile = implementation(backend).ROW_TILE or xla.choose_tile(num_rows, num_groups)
   return make_layout(group_sizes_G, num_rows, tile)
 
 

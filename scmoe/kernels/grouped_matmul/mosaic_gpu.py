@@ -24,6 +24,7 @@ from scmoe.kernels.grouped_matmul.xla import group_sums, per_row
 from scmoe.kernels.launch import runs_ptx
 from scmoe.kernels.permute import Permutation, take_rows, take_words
 
+ROW_TILE: int | None = tiles.ROW_TILE  # all kernels take tiles of so many rows
 # Hidden sizes from which the rows are copied to their places before the product: the first product
 # ("up"), `down_backward_product`, and the gradients of the first layer's matrices ("weights_lhs",
 # whose left operand is x). A product that gathers its rows does so once for every column tile, with

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from scmoe.base.options import Options, option
 from scmoe.kernels.grouped_matmul.activations import activation_names
+from scmoe.kernels.grouped_matmul.backend import EXPERT_BACKENDS
 
-EXPERT_BACKENDS = ("auto", "mosaic_gpu", "xla")
 IMPLEMENTATIONS = ("auto", "grouped", "batched", "block_sparse")
 
 

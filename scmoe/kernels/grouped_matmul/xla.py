@@ -29,6 +29,8 @@ from scmoe.kernels.grouped_matmul.layout import GroupLayout
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
 from scmoe.kernels.permute import Permutation, take_rows
 
+ROW_TILE: int | None = None  # tiles may have any size; `choose_tile` chooses one
+
 
 def choose_tile(num_rows: int, num_groups: int) -> int:
   """Rows of a tile, 8 to 512: a sixteenth of a balanced group, or up to a quarter of a small one.

@@ -197,9 +197,9 @@ def test_the_backend_is_chosen_by_device_and_operands():
     resolve_backend("mosaic_gpu", jnp.float32, 128)
 
 
-def test_another_implementation_is_a_module_and_a_line(monkeypatch, tile=24):
+def test_another_implementation_is_a_module_and_a_line(monkeypatch):
   """It gets tiles of the size that it asks for, forward and backward."""
-  mine, taken = types.ModuleType("mine_of_a_test"), []
+  mine, taken, tile = types.ModuleType("mine_of_a_test"), [], 24
   vars(mine).update({k: v for k, v in vars(xla).items() if not k.startswith("__")}, ROW_TILE=tile)
 
   def counted(name):

@@ -11,7 +11,7 @@ from scmoe.base.options import Options, option, section
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """What the checks of a run, the step and `make_transport` ask about a word of the option.
+  """One kind of transport, as the checks of a run, the step and `make_transport` ask about it.
 
   Attributes:
     drops: whether an expert has a capacity (`dispatch.capacity_factor`), and choices beyond it are

@@ -179,14 +179,17 @@ def compile_step(run: RunConfig, workdir: Path) -> None:
   """Compiles the training step of a run for the devices that are here, and trains nothing.
 
   Raises:
-    ConfigError: the sizes do not fit, or the devices cannot hold the training state.
+    ConfigError: the sizes do not fit, or the devices cannot hold the training state or a step.
     ScmoeError: see `scmoe.training.compile_only.compile_only`.
   """
   start_jax(run)
   begun = time.monotonic()
   built, _ = build_here(run, workdir)
   check_memory(built)
-  compile_only(built, workdir)
+  try:
+    compile_only(built, workdir)
+  except jax.errors.JaxRuntimeError as error:
+    raise out_of_memory(built, error) or error from None
   if distributed.is_first():
     say(f"compiled in {time.monotonic() - begun:.0f} s, for a start on {built.run.mesh.words}")
 

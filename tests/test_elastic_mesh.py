@@ -207,6 +207,18 @@ def test_the_step_is_compiled_and_nothing_is_trained(tmp_path, monkeypatch, caps
     train.main([*argv, f"--beside=1={tmp_path / 'b'}"])
 
 
+def test_a_step_that_does_not_compile_for_want_of_memory_is_one_line(tmp_path, monkeypatch):
+  def refuses(built, workdir):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+  told = lambda built, error: ConfigError(f"{built.run.name} needs more: {error}")
+  monkeypatch.setattr(train, "compile_only", refuses)
+  monkeypatch.setattr(train, "out_of_memory", told)
+  argv = ["--config=quickstart", "--smoke", "--compile_only", "--workdir", str(tmp_path / "a")]
+  with pytest.raises(ConfigError, match=r"needs more: RESOURCE_EXHAUSTED"):
+    train.main([*argv, "--config.mesh.data=4"])
+
+
 def test_mistakes_of_the_call(tmp_path):
   with pytest.raises(ConfigError, match=r"--elastic restarts a run .* add --restarts=5"):
     train.main(["--elastic"])

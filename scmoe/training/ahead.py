@@ -83,7 +83,7 @@ class Ahead:
       plan: of the turn that trains.
       me: this member, one of the plan's.
       pid: of this member's training command.
-      there: members that could train, those that wait included.
+      there: members that could train, those that wait included, those left out not.
     """
     if self._child is not None:
       self._look(self._child, me)
@@ -117,9 +117,15 @@ class Ahead:
       return None
     if (choice.processes, choice.data, choice.expert) in self._known:
       return None
+    if choice.processes > len(plan.members):  # it needs members that wait: the next turn has them
+      return None
     members, tokens = plan.members[: choice.processes], plan.tokens[: choice.processes]
-    place = f"{me.host}:{free_port()}"
-    found = Plan(plan.turn, members, tokens, place, choice.data, choice.expert, choice.words[:1000])
+    found = Plan(plan.turn, members, tokens, "", choice.data, choice.expert, choice.words[:1000])
+    try:
+      found = found._replace(coordinator=f"{me.host}:{free_port()}")
+    except OSError as error:  # this process has too many open files
+      self._failed(error, found)
+      return None
     write(self._folder / AHEAD, found)
     return found
 
@@ -129,7 +135,7 @@ class Ahead:
     try:
       self._child = self._how.start(plan, plan.members.index(me.number))
     except OSError as error:  # no memory for another process, or no room for its lines
-      self._failed(error.strerror or str(error))
+      self._failed(error, plan)
 
   def _look(self, child: Quiet, me: Member) -> None:
     if (code := child.poll()) is None:
@@ -141,10 +147,11 @@ class Ahead:
         seconds = self._clock() - self._begun
         say(f"elastic: compiled ahead in {seconds:.0f} s, should a process be lost: {plan.words}")
     elif first:
-      self._failed(child.reason())
+      self._failed(child.reason(), plan)
     with contextlib.suppress(OSError):
       child.end()
     self._child = None
 
-  def _failed(self, why: str) -> None:
-    warn(f"elastic: not compiled ahead ({why}), so a loss will cost it: {self._plan.words}")
+  def _failed(self, why: str | OSError, plan: Plan) -> None:
+    why = why.strerror or str(why) if isinstance(why, OSError) else why
+    warn(f"elastic: not compiled ahead ({why}), so a loss will cost it: {plan.words}")

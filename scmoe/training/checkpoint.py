@@ -109,7 +109,8 @@ class Checkpointer:
 
     Raises:
       NonFiniteError: the state is not finite; nothing is written.
-      StorageError: writing failed `checkpoint.max_failures` times in a row.
+      StorageError: writing failed `checkpoint.max_failures` times in a row, or the file behind a
+        `Pieced` failed.
     """
     self.wait()
     leaves = flatten(state)
@@ -131,6 +132,8 @@ class Checkpointer:
     try:
       self.save_pieces(step, *in_pieces(leaves), data_state, meta, sync=True)
     except StorageError as error:
+      if not str(error).startswith(self._begins(step)):
+        raise  # the file of moments cannot be read, so no later save can succeed
       cause = error.__context__  # what the error's own words repeat
       self._failed(step, cause if isinstance(cause, Exception) else error)
       return False
@@ -205,7 +208,7 @@ class Checkpointer:
         exception of `ready`, is passed on. In every case nothing of the step is left.
     """
     place = self.directory / f"{step}.orbax-checkpoint-tmp-pieces"
-    failed = f"saving step {step} to {self.directory} failed"
+    failed = self._begins(step)
     try:
       with _storage(failed):
         self._clear_destination(step)
@@ -350,14 +353,16 @@ class Checkpointer:
     os.rename(place, place.with_name(name))
     return name
 
+  def _begins(self, step: int) -> str:
+    """How a line about a failed save begins."""
+    return f"saving step {step} to {self.directory} failed"
+
   def _failed(self, step: int, error: Exception) -> None:
     self._failures += 1
     free = 0.0
     with contextlib.suppress(OSError):  # the checkpoints' folder may have been removed
       free = shutil.disk_usage(self.directory).free / 2**30
-    text = (
-      f"saving step {step} to {self.directory} failed ({free:.1f} GiB free): {in_one_line(error)}"
-    )
+    text = f"{self._begins(step)} ({free:.1f} GiB free): {in_one_line(error)}"
     if self._failures >= self._cfg.max_failures:
       raise StorageError(f"{text}; gave up after {self._failures} failures in a row") from None
     warn(f"{text}; training goes on, older checkpoints stay, the next save tries again")

@@ -320,7 +320,7 @@ class Supervisor:
       self.tell(asks=REGROUP)
       child.send_signal(signal.SIGTERM)
     if not why and not self.me.asks:
-      there = usable_of([self.me, *self.others.alive()])
+      there = self._chosen_from(sorted([self.me, *self.others.alive()]))
       self.ahead.tick(self.plan, self.me, child.pid, len(there))
     return None
 

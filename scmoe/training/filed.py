@@ -53,7 +53,8 @@ class Room:
     self.size = 0
     self._file: Any = None
     self._free: dict[int, list[int]] = {}
-    self._lock = threading.Lock()
+    # Python's collector may free a shard, and so call `give_back`, while this thread has the lock.
+    self._lock = threading.RLock()
 
   def take(self, size: int) -> tuple[int, bool]:
     """(offset of a range of `size` bytes, whether it is new and so all zeros).

@@ -3,6 +3,7 @@
 import sys
 import time
 
+import elastic_site
 import pytest
 
 from scmoe.base.errors import ConfigError
@@ -120,6 +121,8 @@ def none_fits(processes):
     # A process that waits takes the lost one's place, on the same mesh.
     (lambda processes: min(processes, 4), 5, True),
     (lambda processes: processes, 4, False),
+    # Those that wait make the next turn's mesh larger than this turn's members.
+    (lambda processes: processes, 6, True),
   ],
 )
 def test_nothing_is_due(tmp_path, capsys, mesh, there, starts):
@@ -171,6 +174,36 @@ def test_a_command_that_cannot_be_started_is_one_line(tmp_path, capsys, monkeypa
   for _ in range(3):
     ahead.tick(FOUR, site.members[0], 1, 4)
   assert capsys.readouterr().err.count("not compiled ahead (Cannot allocate memory)") == 1
+
+
+def test_a_port_that_cannot_be_had_is_one_line(tmp_path, capsys, monkeypatch):
+  """The training goes on although its member has no file descriptor left."""
+
+  def refuses():
+    raise OSError(24, "Too many open files")
+
+  monkeypatch.setattr("scmoe.training.ahead.free_port", refuses)
+  site = Site(tmp_path)
+  for _ in range(3):
+    site.tick()
+  assert not site.started
+  assert capsys.readouterr().err.count("(Too many open files), so a loss will cost it") == 1
+
+
+def test_a_member_that_is_left_out_takes_nobodys_place(tmp_path):
+  """After the next loss the others train without it, on the mesh that has to be compiled."""
+  asked = []
+  site = elastic_site.Site(tmp_path, restarts=5)
+  for member in site.members.values():
+    member.ahead.tick = lambda plan, me, pid, there: asked.append((len(plan.members), there))
+  site.passes(2)
+  for _ in range(2):
+    site.end(1, 3)
+    site.passes(20)
+  assert site.training == [0, 1, 2]
+  assert 3 in site.members
+  assert asked[0] == (4, 4)
+  assert asked[-1] == (3, 3)
 
 
 def test_the_command_is_quiet_and_yields_the_cores(capfd, monkeypatch):

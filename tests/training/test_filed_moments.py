@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -31,6 +32,7 @@ from scmoe.run import host_memory, summary
 from scmoe.run.dry_run import dry_run
 from scmoe.run.host_memory import Away, check_host_memory
 from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.compile_only import compile_only
 from scmoe.training.filed import FileShard, Passage, Room
 from scmoe.training.kept import Kept, is_kept
 from scmoe.training.options import CheckpointConfig, OptimizerConfig
@@ -292,6 +294,41 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_line(monkeypatch, tmp_path):
     patch.setattr(os, "pwrite", full)
     with pytest.raises(StorageError, match=r"moments cannot be written: No space left on device"):
       advanced("filed", state, 0)
+
+
+def test_what_was_not_written_behind_an_update_ends_the_run_at_the_save(monkeypatch, tmp_path):
+  """The line names the moments' disk, not that of the checkpoints, and no save is tried again."""
+  own, state, _ = stepped("filed")
+  keeper = Checkpointer(tmp_path, CheckpointConfig(max_failures=3))
+  with monkeypatch.context() as patch:
+    patch.setattr(os, "preadv", full)
+    with pytest.raises(StorageError, match=r"^mesh.moments_folder=.*cannot be read: No space left"):
+      keeper.save(1, state.for_checkpoint(), {}, {"config": own.config})
+  assert not list((tmp_path / "checkpoints").iterdir())
+  keeper.close()
+
+
+def test_a_shard_that_the_collector_frees_while_a_range_is_taken_blocks_nobody(
+  monkeypatch, tmp_path
+):
+  room = Room(str(tmp_path))
+  shards = [FileShard(room, (6,), np.float32)]
+  reserve = os.posix_fallocate
+  collect = lambda *given: (shards.clear(), reserve(*given))
+  monkeypatch.setattr(os, "posix_fallocate", collect)
+  taking = threading.Thread(target=room.take, args=(48,), daemon=True)
+  taking.start()
+  taking.join(10)
+  assert not taking.is_alive()
+  assert room.take(24) == (0, False)
+
+
+def test_a_step_for_moments_in_files_is_compiled_ahead(monkeypatch, tmp_path):
+  compiled = []
+  step = type("Step", (), {"compile": lambda self, *given: compiled.append(given)})()
+  monkeypatch.setattr("scmoe.training.compile_only.fastest_step", lambda *given, **how: step)
+  compile_only(built("filed"), tmp_path)
+  assert len(compiled) == 1
 
 
 def test_arrays_keep_one_value_if_a_save_fails(monkeypatch, tmp_path):

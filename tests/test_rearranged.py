@@ -20,12 +20,14 @@ from scmoe.inference.placement.devices import order_of
 from scmoe.models.gpt import Pass
 from scmoe.models.low_rank import Adapters, LoraConfig
 from scmoe.models.matrices import MATRICES
+from scmoe.moe.gates import arrays_of_experts
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.pretrained.imported import import_model
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.pretrained.requests import smaller
 from scmoe.pretrained.stream import flat, leaves_of, nested
-from scmoe.pretrained.taken import gate_norms, take
+from scmoe.pretrained.taken import gate_norms
+from scmoe.pretrained.taken import take as take_arrays
 from scmoe.run import placement
 from scmoe.run.adapters import BASE
 from scmoe.run.build import build
@@ -63,6 +65,11 @@ def logits(built, leaves):
     return np.asarray(logits_program(built.graph)(state["params"], state.get("router")))
 
 
+def take(leaves, index_LE, zero_experts, built):
+  arrays = arrays_of_experts(built.run.router.gate)
+  return take_arrays(leaves, index_LE, zero_experts, leaves_of(built), arrays)
+
+
 # A bias and its controller with zero experts, groups, a gate of cosines, and two gatings.
 @pytest.mark.parametrize("name", ["a controller's bias", "groups", "cosine gate",
                                   "dgmoe, dense layers"])  # fmt: skip
@@ -74,12 +81,12 @@ def test_another_order_is_the_same_function(name):
   by_group = [rng.permutation(groups).repeat(8 // groups) for _ in range(model.num_pairs)]
   order_LE = order_of(np.stack(by_group)) if groups > 1 else np.stack(
     [rng.permutation(8) for _ in range(model.num_pairs)])  # fmt: skip
-  placed = take(leaves, order_LE, model.zero_experts, leaves_of(built))
+  placed = take(leaves, order_LE, model.zero_experts, built)
   moved = {n for n in leaves if not np.array_equal(leaves[n], placed[n])}
   assert moved
   assert all(".moe." in n or n.startswith("router.") for n in moved)
   np.testing.assert_allclose(logits(built, placed), logits(built, leaves), rtol=2e-5, atol=2e-5)
-  back = take(placed, np.argsort(order_LE, -1), model.zero_experts, leaves_of(built))
+  back = take(placed, np.argsort(order_LE, -1), model.zero_experts, built)
   for leaf, value in leaves.items():
     np.testing.assert_array_equal(back[leaf], value, leaf)
 
@@ -94,7 +101,7 @@ def test_fewer_experts_are_the_model_with_a_mask():
   gone_LE = np.ones((2, 8), bool)
   np.put_along_axis(gone_LE, kept_LE, False, 1)
   masked[bias] = jnp.where(gone_LE, -1e9, leaves[bias])
-  kept = take(leaves, kept_LE, 0, leaves_of(less))
+  kept = take(leaves, kept_LE, 0, less)
   want = logits(built, masked)
   np.testing.assert_allclose(logits(less, kept), want, rtol=2e-5, atol=2e-5)
   assert not np.allclose(want, logits(built, leaves), atol=1e-2)
@@ -169,7 +176,7 @@ def test_a_placed_run_and_what_it_says(made):
   built, placed = leaves_in(made / "placed")
   _, before = leaves_in(made / "a")
   order_LE = np.array(said["order"])
-  for name, value in take(before, order_LE, 4, leaves_of(built)).items():
+  for name, value in take(before, order_LE, 4, built).items():
     np.testing.assert_array_equal(placed[name], value, name)
   assert said["after"]["rounds"] <= said["before"]["rounds"]
   np.testing.assert_allclose(logits(built, placed), logits(built, before), rtol=2e-5, atol=2e-5)
@@ -249,7 +256,7 @@ def test_a_smaller_run_leaves_by_every_door(made):
   built, leaves = leaves_in(small)
   _, before = leaves_in(made / "placed")
   assert built.run.model.num_experts == 4
-  for name, value in take(before, kept_LE, 4, leaves_of(built)).items():
+  for name, value in take(before, kept_LE, 4, built).items():
     np.testing.assert_array_equal(leaves[name], value, name)
   convert.main([f"--workdir={small}", f"--to={made / 'out'}", "--mesh=data=1"])
   import_model(str(made / "out"), made / "again", mesh="data=1")

@@ -42,7 +42,9 @@ def end_tokens(eos_id: Any) -> frozenset[int]:
   """
   if eos_id is None:
     return frozenset()
+  # numpy.asarray(2) is a collection by its class, and has no elements.
   several = isinstance(eos_id, Collection) and not isinstance(eos_id, (str, bytes))
+  several = several and getattr(eos_id, "ndim", 1) > 0
   ends: list[Any] = list(eos_id) if several else [eos_id]
   for end in ends:
     check_whole("eos_id", end)

@@ -15,7 +15,8 @@ follows with 22, layer 1 with 11. If device 1 has the same numbers, both end wit
 
 Why so:
 - One sum over devices per step instead of one per microbatch: half the traffic here, a sixteenth
-  with 16 microbatches.
+  with 16 microbatches. (Parameters that data ranks share are the exception: a rank has no room for
+  a total of them all, so each microbatch's gradients are scattered at once; `_into_shares`.)
 - The sums start inside the backward pass, layer by layer: while a layer's sum travels, the devices
   compute the gradients of the layers that are still to come. Only the sum of layer 1, the last one,
   has no computation beside it (SE-MoE's fused slices, arXiv 2205.10034).

@@ -389,10 +389,11 @@ class FFNExperts(Experts):
     )
 
   def _static(self, layout: RowLayout) -> FFNConfig:
-    """How these rows are computed. `batched` becomes `grouped` for rows in groups of any size.
+    """The options of `expert_ffn`, or of `block_sparse_ffn`, for these rows.
 
-    A call that drops nothing has such rows, as decoding and exact evaluation do, and a user's own
-    transport may. `batched` needs buffers of equal size.
+    `batched` becomes `grouped` for rows in groups of any size, since it needs buffers of equal
+    size. A call that drops nothing has such rows, as decoding and exact evaluation do, and a user's
+    own transport may. `block_sparse` becomes `grouped` always: the function says it already.
     """
     shared_sms = axis_size(*AXES) > 1 and not self.copy_engines
     config = FFNConfig(**self.config.shared(), shared_sms=shared_sms)

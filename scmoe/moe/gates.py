@@ -39,6 +39,9 @@ class Gate(Protocol):
   the gate must treat tokens independently. A gate may have a method `top_k(x_TD, k)` like that of
   `LinearGate`, if it finds a token's k best experts faster than `jax.lax.top_k` of its logits does.
   The router then calls this method instead of the gate, unless noise is added.
+
+  The class of a gate in `GATES` has a tuple `OF_EXPERTS`: the names of its arrays whose last
+  dimension is the experts. `arrays_of_experts` reads it.
   """
 
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
@@ -104,6 +107,8 @@ class LinearGate(nnx.Module):
   It is Tutel's gate `{'type': 'top'}`, and MegaBlocks' router.
   """
 
+  OF_EXPERTS = ("weight",)
+
   def __init__(
     self, width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
   ):
@@ -128,6 +133,8 @@ class AffineGate(nnx.Module):
   It has no method `top_k`, since the kernel that computes product and choice together adds no bias.
   """
 
+  OF_EXPERTS = ("weight", "bias")
+
   def __init__(
     self, width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
   ):
@@ -149,6 +156,8 @@ class CosineGate(nnx.Module):
   with D the tokens' width, and directions as N(0, 0.01²). The scale, at most 100, starts at 2; its
   parameter is the logarithm.
   """
+
+  OF_EXPERTS = ("directions",)
 
   def __init__(
     self, width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
@@ -254,6 +263,25 @@ def make_gates(
   return [
     made(width, num_experts, config, init_std=init_std, rngs=rngs) for _ in range(config.num_gates)
   ]
+
+
+def arrays_of_experts(gate: str) -> tuple[str, ...]:
+  """The names of a gate's arrays whose last dimension is the experts, e.g. ("weight", "bias").
+
+  Columns of these arrays move when experts change places, or go when experts go.
+
+  Args:
+    gate: a word of `GATES`.
+
+  Returns:
+    `OF_EXPERTS` of the gate's class; () if the class has none.
+
+  Raises:
+    ConfigError: the class cannot be imported.
+  """
+  make: Any = GATES[gate]
+  make = load(make, "router.gate") if isinstance(make, str) else make
+  return tuple(getattr(make, "OF_EXPERTS", ()))
 
 
 def check_logits(logits_TE: Array, tokens: int, num_experts: int | None) -> None:

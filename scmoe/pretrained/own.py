@@ -52,13 +52,23 @@ def activations() -> dict[str, bool]:
   return found
 
 
+@functools.cache
+def gates() -> tuple[str, ...]:
+  """The words of `router.gate` that `CODE` computes: those of its tuple `GATES`."""
+  for line in ast.parse(code()).body:
+    match line:
+      case ast.Assign(targets=[ast.Name(id="GATES")], value=value):
+        return tuple(ast.literal_eval(value))
+  return ()
+
+
 def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
   """The config.json of a resolved model.
 
   Raises:
     ConfigError: the model reads images, experts or gate are the user's own code, experts take turns
       (`router.compat.uniform`), each of several tasks has a gate, or `CODE` does not compute an
-      option or the activation.
+      option, the activation or the gate.
   """
   named = to_dict(RunConfig(model=model, router=router))
   for field in ("model.experts", "router.gate"):
@@ -89,6 +99,11 @@ def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
     raise ConfigError(
       f"model.ffn.activation={model.ffn.activation!r} is none that the code for transformers has: "
       f"{', '.join(activations())}; add it to GATED or PLAIN in {CODE}"
+    )
+  if router.gate not in gates():
+    raise ConfigError(
+      f"router.gate={router.gate!r} is none that the code for transformers has: "
+      f"{', '.join(gates())}; add it to GATES and to the class Gate in {CODE}"
     )
   own, routing = named["model"], named["router"]
   del own["vision"]

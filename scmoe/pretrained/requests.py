@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from scmoe.base.errors import ConfigError
 from scmoe.inference.placement.devices import OBJECTIVES
+from scmoe.moe.gates import arrays_of_experts
 from scmoe.moe.options import GATES
 from scmoe.parallel.mesh import expert_shards
 from scmoe.run.config import RunConfig
@@ -131,8 +132,8 @@ def check_experts(flag: str, run: RunConfig) -> None:
   """Checks that the experts of a run can be taken one by one.
 
   Raises:
-    ConfigError: the model has none; a gate is the user's own, so that nobody knows which of its
-      numbers belong to an expert; or groups hold zero experts, which can neither move nor go.
+    ConfigError: the model has none; a gate is the user's own, or its class does not name the arrays
+      that belong to experts; or groups hold zero experts, which can neither move nor go.
   """
   if not run.model.wiring_rule.taps:
     raise ConfigError(
@@ -142,6 +143,11 @@ def check_experts(flag: str, run: RunConfig) -> None:
     raise ConfigError(
       f"--{flag}: which parts of router.gate={run.router.gate!r} belong to which expert is not "
       f"known; give a run with one of: {', '.join(GATES)}"
+    )
+  if not arrays_of_experts(run.router.gate):
+    raise ConfigError(
+      f"--{flag}: the class of router.gate={run.router.gate!r} does not say which of its arrays "
+      "have a column for each expert; name them in its tuple OF_EXPERTS"
     )
   if run.router.n_group > 1 and run.model.zero_experts:
     raise ConfigError(

@@ -11,7 +11,7 @@ rounding, and of two experts with equal scores a router takes the one that has t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -22,8 +22,7 @@ from jaxtyping import Int
 
 _MOE = "params.stages.moe."
 _EXPERTS, _GATES, _STATE = _MOE + "experts.", _MOE + "router_gate.", "router."
-# The arrays of a gate, and of the router state, whose last dimension is the experts.
-_GATE_COLUMNS = ("weight", "bias", "directions")
+# The arrays of the router state whose last dimension is the experts.
 _STATE_COLUMNS = ("bias", "error", "error_before")
 
 
@@ -32,6 +31,7 @@ def take(
   index_LE: Int[np.ndarray, "L E"],
   zero_experts: int,
   shapes: Mapping[str, Any],
+  gate_arrays: Collection[str],
 ) -> dict[str, Array]:
   """The parameters and router state of a model with the experts index[l, 0], index[l, 1], ...
 
@@ -40,13 +40,14 @@ def take(
     index_LE: for each MoE layer, the experts to take, by their id in the source.
     zero_experts: number of zero experts, all of which are taken.
     shapes: `jax.ShapeDtypeStruct` with sharding of each array of the new model, by name.
+    gate_arrays: names of the gates' arrays whose last dimension is the experts.
   """
   found = {}
   for name, leaf in leaves.items():
     last = name.rpartition(".")[2]
     if name.startswith(_EXPERTS):
       found[name] = _taken(leaf, index_LE, 1, shapes[name])
-    elif (name.startswith(_GATES) and last in _GATE_COLUMNS) or (
+    elif (name.startswith(_GATES) and last in gate_arrays) or (
       name.startswith(_STATE) and last in _STATE_COLUMNS
     ):
       found[name] = _taken(leaf, _with_zero(index_LE, leaf, zero_experts), -1, shapes[name])

@@ -24,6 +24,7 @@ from scmoe.inference.placement.devices import check_devices, order_of, place
 from scmoe.inference.placement.rows import Rows, rows_of
 from scmoe.inference.reading import ReadText
 from scmoe.models.flops import count_parameters
+from scmoe.moe.gates import arrays_of_experts
 from scmoe.pretrained.imported import SOURCE, check_new, new_run
 from scmoe.pretrained.requests import check_experts, placing, pruning, smaller
 from scmoe.pretrained.stream import flat, leaves_of, nested
@@ -226,6 +227,11 @@ def _leaves_of_start(folder: str, run: RunConfig, built: build.Built) -> dict[st
       "--prune: by=router_norm has no meaning with router.gate='cosine', which divides by norms; "
       "use by=use"
     )
+  if "weight" not in arrays_of_experts(run.router.gate):
+    raise ConfigError(
+      "--prune: by=router_norm reads the columns of a gate's matrix `weight`, and router.gate="
+      f"{run.router.gate!r} has none; use by=use"
+    )
   if not folder:
     raise ConfigError(
       "--prune: by=router_norm needs --start: folder of the run from which the training began; or "
@@ -286,7 +292,13 @@ def _begin(
   tokenizer = load_tokenizer(stored.run, str(source.folder))
   begun = successor(run, tokenizer, workdir, keep_teacher=True)
   new = build.build(begun, list(built.mesh.devices.flat))
-  taken = take(leaves, index_LE, run.model.zero_experts, leaves_of(new))
+  taken = take(
+    leaves,
+    index_LE,
+    run.model.zero_experts,
+    leaves_of(new),
+    arrays_of_experts(run.router.gate),
+  )
   with new_run(workdir) as keeper:
     if (source.folder / SOURCE).is_file():
       shutil.copyfile(source.folder / SOURCE, workdir / SOURCE)

@@ -59,7 +59,7 @@ Rule = Callable[[PyTree, PyTree, Any, Any, Any], PyTree]
 
 
 def without_kept(state: Any) -> Any:
-  """A state, abstract or real, with `ABSENT` in place of each array in the host's memory."""
+  """A state, abstract or real, with `ABSENT` for each array in the host's memory or a file."""
   cut = lambda x: ABSENT if is_away(x) else x
   parts = {name: jax.tree.map(cut, getattr(state, name), is_leaf=is_apart) for name in PARTS}
   return dataclasses.replace(state, **parts)

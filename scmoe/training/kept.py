@@ -160,7 +160,7 @@ def is_kept(x: Any) -> bool:
 
 
 def is_away(x: Any) -> bool:
-  """Whether a leaf of a state lies in any memory of the host.
+  """Whether a leaf of a state lies in any memory of the host, or in a file.
 
   An `Apart` is one leaf here, and counts as lying there: where the host computes the update, all
   its layers do.

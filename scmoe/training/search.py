@@ -117,7 +117,9 @@ class Search:
     self.seconds, self.most_steps, self.margin = seconds, most_steps, margin
     self.where = where
     self.measured: dict[Variant, list[float]] = {}
-    # Seconds from the start of a variant's compilation until its steps can be timed.
+    # Seconds from the start of a variant's compilation until its steps can be timed. For variants
+    # that are compiled side by side they begin with the first compilation of all, and hold the
+    # warm-up and the first timed steps of the variants before it.
     self.prepared: dict[Variant, float] = {}
     # Why a variant is left out: no time or no steps were left for it, or XLA could not compile it.
     self.untried: dict[Variant, str] = {}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import released
 from covering import night
+from flax import nnx
 from leaving import _LATENT, CASES, VOCAB, run_of, write_run
 from safetensors.numpy import load_file, save_file
 
@@ -21,15 +22,18 @@ from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer, byte_tokenizer_j
 from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
 from scmoe.kernels.grouped_matmul.options import FFNOptions
 from scmoe.models.config import ModelConfig
-from scmoe.moe.options import CompatConfig, RouterConfig
+from scmoe.moe.gates import arrays_of_experts, make_gates
+from scmoe.moe.options import GATES, CompatConfig, RouterConfig
 from scmoe.pretrained import own
 from scmoe.pretrained.families import FAMILIES, read_config, write_config
 from scmoe.pretrained.folder import CONFIG, WEIGHTS
 from scmoe.pretrained.imported import import_model
 from scmoe.pretrained.names import tensors
 from scmoe.pretrained.own_files import text_files
+from scmoe.pretrained.requests import check_experts
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build_model
+from scmoe.run.config import RunConfig
 from scmoe.run.exported import export_model
 from scmoe.training.card import write_card
 from scmoe.training.restore import restore_stored
@@ -89,6 +93,25 @@ def test_an_activation_that_the_code_lacks_is_refused(monkeypatch):
   monkeypatch.setattr(own, "activations", lambda: known)
   with pytest.raises(ConfigError, match=r"^model\.ffn\.activation='relu2' is none .*silu"):
     own.write(model, RouterConfig())
+
+
+def test_the_code_has_every_gate_and_each_names_its_arrays_of_experts(monkeypatch):
+  assert set(own.gates()) == set(GATES)
+  model = ModelConfig(vocab_size=VOCAB).resolve()
+  monkeypatch.setattr(own, "gates", lambda: ("linear", "affine"))
+  with pytest.raises(ConfigError, match=r"^router\.gate='cosine' is none .*linear, affine; add"):
+    own.write(model, RouterConfig(gate="cosine"))
+  for word in GATES:
+    [gate] = make_gates(16, 7, RouterConfig(gate=word), init_std=0.1, rngs=nnx.Rngs(0))
+    arrays = {name: x.shape[-1] for name, x in vars(gate).items() if isinstance(x, nnx.Param)}
+    assert {name for name, last in arrays.items() if last == 7} == set(arrays_of_experts(word))
+
+
+def test_a_gate_that_names_no_arrays_of_experts_cannot_move_them(monkeypatch):
+  monkeypatch.setitem(GATES, "silent", type("Silent", (nnx.Module,), {}))
+  run = RunConfig(model=ModelConfig(wiring="top2"), router=RouterConfig(gate="silent"))
+  with pytest.raises(ConfigError, match="name them in its tuple OF_EXPERTS"):
+    check_experts("place", run)
 
 
 def test_the_code_reads_every_option_that_changes_the_function():

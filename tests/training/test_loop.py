@@ -210,8 +210,16 @@ class SignalAt(Source):
     return Noisy(self)
 
 
+@pytest.fixture
+def handled():
+  """SIGHUP ends a process, also if these tests were started by nohup, which makes it ignored."""
+  before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+  yield
+  signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_finishes_the_step_and_saves(mesh8, tmp_path, whole, number):
+def test_a_signal_finishes_the_step_and_saves(mesh8, tmp_path, whole, number, handled):
   before = signal.getsignal(number)
   at = {"data": SignalAt(6, number)} if number == signal.SIGTERM else {"data": SignalAt(0, number)}
   with pytest.raises(Preempted) as caught:

@@ -27,6 +27,7 @@ clamped = lambda h: h.clamp(max=7) * (1.702 * h.clamp(max=7)).sigmoid()
 GATED = {"swiglu": silu, "geglu": gelu, "reglu": relu, "clamped_swiglu": clamped}
 PLAIN = {"silu": silu, "gelu": gelu, "gelu_exact": functional.gelu, "relu": relu,
          "relu2": lambda h: relu(h).square()}  # fmt: skip
+GATES = ("linear", "affine", "cosine")  # kinds of the class `Gate`
 
 
 class ScmoeConfig(PretrainedConfig):

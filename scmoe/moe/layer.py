@@ -139,7 +139,9 @@ class MoE(nnx.Module):
       sent = routed.transport.dispatch(routed.x_TD, routed.routing, moe.experts)
       rows = tuple(map(moe.experts, sent.rows, sent.layouts))
       routed = dataclasses.replace(routed, sent=dataclasses.replace(sent, rows=rows))
-      y, sums = moe.completed(routed, routed.transport.combine(routed.sent))
+      y_TD, sums = moe.completed(routed, routed.transport.combine(routed.sent))
+
+  `y_TD` has one row for each token, [T, D]; a call of the layer gives it the shape of x.
 
   On one device, that device has all experts. In the manual region (`scmoe.manual`) the expert axis
   spreads them over devices, and dispatch and combine exchange rows, unless each device gathers all
@@ -147,7 +149,8 @@ class MoE(nnx.Module):
 
   Args:
     config: see `MoEConfig`.
-    experts: the user's own experts; None: feed-forward networks.
+    experts: the user's own experts; None: those that `config.kind` names, by default feed-forward
+      networks.
     gates: the user's own gates; None: those that `config.router` names.
     rngs: stream `params` for the initial weights.
 

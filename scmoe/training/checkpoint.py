@@ -81,11 +81,9 @@ class Checkpointer:
     self.directory = Path(workdir).absolute() / FOLDER
     # The step that was last saved completely or restored; None: there is none yet.
     self.last_saved: int | None = None
-    # Seconds from the start of the last complete `save` until `wait` saw its end; 0: there is none.
-    self.last_seconds = 0.0
     self._cfg = cfg
     self._failures = 0
-    self._pending: tuple[int, float] | None = None
+    self._pending: int | None = None
     handlers: dict[str, Any] = {"params": _arrays(), "state": _arrays()}
     handlers |= {"data": ocp.JsonCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
     self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
@@ -98,8 +96,8 @@ class Checkpointer:
 
     True means that the save was started or, without async_save, that it is complete; it says
     nothing of the save under way before. A step counts as saved only when it is complete (`wait`).
-    The arrays may be donated as soon as this returns. A state with arrays in
-    files (`Pieced`) is written piece by piece, and complete on return.
+    The arrays may be donated as soon as this returns. A state with arrays in files (`Pieced`) is
+    written piece by piece, and complete on return.
 
     Args:
       step: optimizer steps done.
@@ -117,18 +115,16 @@ class Checkpointer:
     if any(map(is_pieced, leaves.values())):
       return self._save_filed(step, leaves, data_state, meta)
     data, meta = records(step, describe(leaves), data_state, meta)
-    started = time.monotonic()
     try:
       self._clear_destination(step)
       self._writer.save(self.directory / str(step), args=_items(leaves, data, meta))
     except Exception as error:  # orbax passes on any exception of the file system or tensorstore
       self._failed(step, error)
       return False
-    self._pending = (step, started)
+    self._pending = step
     return self._cfg.async_save or self.wait()
 
   def _save_filed(self, step: int, leaves: dict[str, Any], data_state: dict, meta: dict) -> bool:
-    started = time.monotonic()
     try:
       self.save_pieces(step, *in_pieces(leaves), data_state, meta, sync=True)
     except StorageError as error:
@@ -137,7 +133,7 @@ class Checkpointer:
       cause = error.__context__  # what the error's own words repeat
       self._failed(step, cause if isinstance(cause, Exception) else error)
       return False
-    self._failures, self.last_seconds = 0, time.monotonic() - started
+    self._failures = 0
     self._drop_old()
     return True
 
@@ -152,7 +148,7 @@ class Checkpointer:
     """
     if self._pending is None:
       return True
-    (step, started), self._pending = self._pending, None
+    step, self._pending = self._pending, None
     try:
       self._writer.wait_until_finished()
       if not (self.directory / str(step)).is_dir():
@@ -161,7 +157,6 @@ class Checkpointer:
       self._failed(step, error)
       return False
     self._failures, self.last_saved = 0, step
-    self.last_seconds = time.monotonic() - started
     if is_first():
       self._drop_old()
     return True

@@ -2,7 +2,8 @@
 
 The gradients are those of all microbatches of the step. The tests skip a step whose loss or
 gradients are not finite and, if asked for, a spike. The step runs in one manual region
-(`jax.shard_map`). It knows no model, only the protocol `Objective`.
+(`jax.shard_map`), except an update that the host computes, and a gather of shared parameters
+behind it (`HostStep`). This module knows no model, only the protocol `Objective`.
 """
 
 from __future__ import annotations

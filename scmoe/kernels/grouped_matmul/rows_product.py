@@ -3,8 +3,9 @@
     R  rows of the tiles      K, N  widths      G  groups      I  row tiles
     B  fp8's blocks of 128 along K              C  its blocks of 128 along N
 
-The layout pads each group to whole tiles, so every tile belongs to one group, and no load or store
-needs a mask.
+The layout pads each group to whole tiles, so every tile belongs to one group, and no row needs a
+mask; a gather reads zeros for padding rows. Where tiles do not divide N, the last column tile ends
+with N, and computes some columns once more (`tile_order.first_of`).
 """
 
 import dataclasses

@@ -3,7 +3,6 @@
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
 
 import dataclasses
-import functools
 import json
 import math
 import subprocess
@@ -19,18 +18,15 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, check_options, option, section
 from scmoe.blocks.block import ModelAblation
 from scmoe.blocks.options import OverlapAblation
-from scmoe.inference.decode import generate
 from scmoe.kernels.grouped_matmul import FFNConfig, FFNOptions
 from scmoe.layers.attention import AttentionConfig
 from scmoe.layers.embed import EmbeddingConfig
 from scmoe.layers.latent_attention import LatentAttentionConfig
 from scmoe.layers.mlp import FFNLayerOptions, MLPConfig
 from scmoe.models.vision.stages import StageConfig
-from scmoe.moe.dispatch import queue_positions
 from scmoe.moe.dispatch.options import DispatchAblation
 from scmoe.moe.experts import FFNExpertsConfig
 from scmoe.moe.options import CompatConfig
-from scmoe.offload.experts import Migration
 from scmoe.run.config import RunConfig, from_dict, to_dict
 from scmoe.run.fields import with_field
 from scmoe.training.options import (
@@ -307,105 +303,3 @@ def test_the_declarations_cost_nothing_at_import():
   code = "import sys, scmoe.base.options; print([m for m in ('jax', 'flax') if m in sys.modules])"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
   assert done.stdout.strip() == "[]", done.stderr
-
-
-# -- mistakes in calls ----------------------------------------------------------------------------
-
-LAYER = scmoe.MoEConfig(width=8, hidden=16, num_experts=4, top_k=2)
-TOKENS = jnp.ones((6, 8))
-GATE = jnp.ones((8, 4))
-SIZES = EXAMPLES[-1]
-
-
-def called(**given):
-  """A layer's call with these arguments."""
-  return scmoe.MoE(LAYER, rngs=nnx.Rngs(0))(TOKENS, scmoe.MoECall(**given))
-
-
-def transported(**given):
-  given = {"tokens": 6, "num_experts": 4, "k": 1, **given}
-  return scmoe.make_transport(scmoe.DispatchConfig(), **given)
-
-
-SMALL = scmoe.ModelConfig(width=8, num_heads=2, num_layers=2, vocab_size=8)
-
-
-@functools.cache
-def gpt():
-  return scmoe.GPT(SMALL, rngs=nnx.Rngs(0))
-
-
-def model(tokens):
-  return gpt()(tokens)
-
-
-@pytest.mark.parametrize(
-  ("make", "words"),
-  [
-    # These ran before and gave something else than was asked for.
-    (lambda: scmoe.MoE(LAYER, rngs=nnx.Rngs(0))(jnp.ones((6, 8), jnp.int32)),
-     "floating point, got int32"),
-    (lambda: scmoe.route(TOKENS, GATE, k=0), "top_k=0 is too small; the least is 1"),
-    (lambda: called(mask=jnp.ones(6, jnp.int32)), "type int32; 6 tokens need [6] and bool"),
-    (lambda: transported(order="prio"), "order='prio' is unknown"),
-    (lambda: queue_positions(jnp.zeros((2, 1), jnp.int32), 2, order="prio"), "'prio' is unknown"),
-    (lambda: scmoe.make_schedule(scmoe.WIRINGS["top2"], 0), "blocks=0 is too small"),
-    # These ended in an error of JAX or Python that named no argument.
-    (lambda: called(k=0), "top_k=0 is too small; the least is 1"),
-    (lambda: called(mask=jnp.ones(5, bool)), "shape [5] and type bool; 6 tokens need [6]"),
-    (lambda: called(bias_E=jnp.ones(3)), "bias has shape [3], the router chooses from 4 experts"),
-    (lambda: called(capacity_factor=math.nan), "capacity_factor=nan is not finite"),
-    (lambda: transported(tokens=-1), "tokens=-1 is too small; the least is 0"),
-    (lambda: scmoe.route(TOKENS, GATE.T, k=1), "shape [4, 8], tokens of width 8 need [8, experts]"),
-    (lambda: scmoe.route(TOKENS[None], GATE, k=1), "tokens [tokens, width], got shape [1, 6, 8]"),
-    (lambda: scmoe.route(TOKENS, GATE, {"noise": 1}, k=1), "is of type dict, not RouterConfig"),
-    (lambda: scmoe.MoE(LAYER, rngs=0), "rngs=0 is of type int, not Rngs"),
-    (lambda: scmoe.MoE(None, rngs=nnx.Rngs(0)), "config=None is of type NoneType, not MoEConfig"),
-    (lambda: scmoe.MoE(scmoe.ModelConfig(), rngs=nnx.Rngs(0)), "ModelConfig, not MoEConfig"),
-    (lambda: scmoe.MoE(LAYER, gates=[], rngs=nnx.Rngs(0)), "gates=[] is empty"),
-    (lambda: scmoe.MoE(LAYER, rngs=nnx.Rngs(0))([[1.0] * 8]), "floating point, got list"),
-    (lambda: scmoe.make_mesh((2, 2)), "config=(2, 2) is of type tuple, not MeshConfig"),
-    (lambda: scmoe.model_times(SIZES, "h200-slow"), "machine='h200-slow' is of type str"),
-    (lambda: scmoe.make_schedule("scmoe_pos2", 2), "wiring='scmoe_pos2' is of type str"),
-    (lambda: model(jnp.ones((1, 4))), "token ids of an integer type, got float32"),
-    (lambda: model([[1, 2]]), "reads an array of token ids, got list; use jnp.asarray(tokens)"),
-    (lambda: model(jnp.zeros((1, 0), jnp.int32)), "at least one row of one token, got [1, 0]"),
-    (lambda: model(np.zeros((0, 4), np.int32)), "at least one row of one token, got [0, 4]"),
-    (lambda: gpt()(jnp.ones((1, 4), jnp.int32), 3), "given=3 is of type int, not Pass"),
-    (lambda: scmoe.GPT(None, rngs=nnx.Rngs(0)), "config=None is of type NoneType, not ModelConfig"),
-    (lambda: scmoe.GPT(SMALL, rngs=0), "rngs=0 is of type int, not Rngs"),
-    (lambda: scmoe.GPT(SMALL, router="sign", rngs=nnx.Rngs(0)), "router='sign' is of type str"),
-    (lambda: scmoe.BlockPair(None, rngs=nnx.Rngs(0)), "is of type NoneType, not BlockConfig"),
-    (lambda: scmoe.GPT(dataclasses.replace(SMALL, architecture="vit"), rngs=nnx.Rngs(0)),
-     "model.architecture='vit' reads images, got GPT; use VisionModel"),
-    (lambda: scmoe.VisionModel(SMALL, rngs=nnx.Rngs(0)),
-     "model.architecture='gpt' reads text, got VisionModel; use GPT"),
-    (lambda: scmoe.MoEConfig(width=8, hidden=8, num_experts=4,
-                             router=scmoe.RouterConfig(n_group=2, topk_group=3)),
-     "router.topk_group=3 is larger than router.n_group=2"),
-    (lambda: TrainConfig(trackers="wandb,trakio"),
-     "train.trackers='trakio' is unknown; did you mean 'trackio'?"),
-    (lambda: TrainConfig(tune="chunsk=1,2"), "'chunsk=1,2' is not of the form NAME=N,N"),
-    (lambda: TrainConfig(tune="chunks=²"), "'chunks=²' is not of the form NAME=N,N"),
-    (lambda: scmoe.Offload("blocking"), "prefill='blocking' is of type str, not Migration"),
-    (lambda: scmoe.Offload(Migration("ring")),
-     "offload=ring,none: prefill and decode need the experts in the same memory"),
-    (lambda: scmoe.Offload(decode=Migration()), "offload=none,early: prefill and decode need the"),
-    (lambda: scmoe.Offload(cache_size=-1), "cache_size=-1 must be at least 0"),
-    (lambda: scmoe.Offload.named("blocking", "blocking", policy="lfru"), "'lfru' is unknown"),
-    (lambda: Migration("blocing"), "offload='blocing' is unknown; did you mean 'blocking'?"),
-    (lambda: scmoe.Server(None), "model=None is of type NoneType, not GPT"),
-    (lambda: scmoe.make_schedule(scmoe.WIRINGS["top2"], "2"), "blocks='2' is of type str, not int"),
-    (lambda: scmoe.balance_loss(None, "gshard"), "sums=None is of type NoneType, not RouterSums"),
-    (lambda: scmoe.statistics({}), "sums={} is of type dict, not RouterSums"),
-    (lambda: generate(None, [[1]], max_new_tokens=1), "model=None is of type NoneType, not GPT"),
-    (lambda: generate(gpt(), [[1]], "greedy", max_new_tokens=1), "is of type str, not Sampling"),
-    (lambda: generate(gpt(), [[1]], max_new_tokens=1.5), "max_new_tokens=1.5 is of type float"),
-    (lambda: scmoe.Server(gpt(), slots="4"), "slots='4' is of type str, not int"),
-  ],
-)  # fmt: skip
-def test_a_mistake_in_a_call_is_one_line(make, words):
-  with pytest.raises(ConfigError) as caught:
-    make()
-  assert words in str(caught.value)
-  assert "\n" not in str(caught.value)

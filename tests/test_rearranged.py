@@ -327,7 +327,7 @@ def test_the_new_run_depends_on_no_other(made):
   (["--prune=keep=4,by=use", "--start=a"], "--start has no effect with --prune by=use"),
   (["--from=groups", "--prune=keep=6,by=use"], "keep=6 does not divide among router.n_group=4"),
   (["--from=groups", "--place=devices=3"], "devices=3 does not divide 8 experts"),
-  (["--from=cosine", "--prune=keep=4", "--start=a"], "no meaning with router.gate='cosine'"),
+  (["--from=cosine", "--prune=keep=4", "--start=a"], "a gate's matrix `weight`, and router.gate='cosine' has none; use by=use"),
   (["--from=dense", "--prune=keep=4,by=use"], "model.wiring='dense' has no experts"),
   (["--from=t.txt", "--prune=keep=4,by=use"], "is not the folder of a run, which --prune needs"),
   (["--prune=keep=4,by=random", "--mesh=expert=8"], "keep=4 is fewer than mesh.expert=8"),

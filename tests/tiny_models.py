@@ -18,18 +18,19 @@ SMALL = ModelConfig(
 )
 DENSE = dataclasses.replace(SMALL, wiring="dense")
 POS2 = dataclasses.replace(SMALL, wiring="scmoe_pos2", top_k=1)
-LONGCAT = dataclasses.replace(
-  SMALL,
-  style="llama",
-  wiring="scmoe_pos2",
-  mix="direct",
-  zero_experts=2,
-  top_k=2,
-  q_lora_rank=8,
-  kv_lora_rank=8,
-  qk_nope_head_dim=4,
-  qk_rope_head_dim=4,
-  v_head_dim=8,
-  tie_embeddings=False,
-)
+# LongCat-Flash's fields: Pos-2 with zero experts and latent attention.
+LONGCAT_FIELDS = {
+  "style": "llama",
+  "wiring": "scmoe_pos2",
+  "mix": "direct",
+  "zero_experts": 2,
+  "top_k": 2,
+  "q_lora_rank": 8,
+  "kv_lora_rank": 8,
+  "qk_nope_head_dim": 4,
+  "qk_rope_head_dim": 4,
+  "v_head_dim": 8,
+  "tie_embeddings": False,
+}
+LONGCAT = dataclasses.replace(SMALL, **LONGCAT_FIELDS)
 ROUTER = RouterConfig(balance_loss=0.5, z_loss=0.1, noise=1.0)  # random, with both losses

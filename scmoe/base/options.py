@@ -207,9 +207,7 @@ def check_type(name: str, value: Any, cls: type) -> None:
   """
   if not isinstance(value, cls):
     word, form = _ABSTRACT.get(cls, (cls.__name__, f"{cls.__name__}(...)"))
-    raise ConfigError(
-      f"{name}={_shown(value)} is of type {type(value).__name__}, not {word}; use {form}"
-    )
+    raise ConfigError(f"{_typed(name, value)}, not {word}; use {form}")
 
 
 def check_whole(name: str, value: Any, least: float = -math.inf) -> None:
@@ -219,9 +217,7 @@ def check_whole(name: str, value: Any, least: float = -math.inf) -> None:
     ConfigError: names the argument, and its type or the least value.
   """
   if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-    raise ConfigError(
-      f"{name}={_shown(value)} is of type {type(value).__name__}, not int; use a whole number"
-    )
+    raise ConfigError(f"{_typed(name, value)}, not int; use a whole number")
   if value < least:
     raise ConfigError(f"{name}={value} is too small; the least is {least}")
 
@@ -243,10 +239,7 @@ def check_callable(name: str, value: Any) -> None:
     ConfigError: names the argument and its type.
   """
   if not callable(value):
-    raise ConfigError(
-      f"{name}={_shown(value)} is of type {type(value).__name__}, which cannot be called; give a "
-      "function"
-    )
+    raise ConfigError(f"{_typed(name, value)}, which cannot be called; give a function")
 
 
 # Devices compute with options in float32, where a larger number is infinite.
@@ -292,9 +285,7 @@ class _Field:
     if not right:
       choices = self.metadata["choices"]
       advice = f"one of: {', '.join(map(str, choices))}" if choices else advice
-      raise ConfigError(
-        f"{name}={_shown(value)} is of type {type(value).__name__}, not {self.kind}; {advice}"
-      )
+      raise ConfigError(f"{_typed(name, value)}, not {self.kind}; {advice}")
     if kind is float and not _is_finite(value):
       raise ConfigError(f"{name}={_shown(value)} is not a finite float; {advice}")
     if kind is float and abs(value) > _FLOAT32_MAX:
@@ -365,6 +356,11 @@ def _is_finite(value: Any) -> bool:
     return math.isfinite(value)
   except OverflowError:  # an int beyond float64's range
     return False
+
+
+def _typed(name: str, value: Any) -> str:
+  """An argument with its value and type, as a message about its type begins."""
+  return f"{name}={_shown(value)} is of type {type(value).__name__}"
 
 
 def _shown(value: Any) -> str:

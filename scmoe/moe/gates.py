@@ -257,9 +257,9 @@ def make_gates(
     ConfigError: the gate cannot be imported, the call that makes it fails, or what it makes is no
       function of tokens: it has no method `__call__`. `check_logits` checks what that returns.
   """
-  make: Any = GATES.get(config.gate, config.gate)  # a class, or where to import it from
-  make = load(make, "router.gate") if isinstance(make, str) else make
-  made = functools.partial(made_by, make, f"router.gate={config.gate!r}", needs=("__call__",))
+  made = functools.partial(
+    made_by, _maker(config.gate), f"router.gate={config.gate!r}", needs=("__call__",)
+  )
   return [
     made(width, num_experts, config, init_std=init_std, rngs=rngs) for _ in range(config.num_gates)
   ]
@@ -279,9 +279,13 @@ def arrays_of_experts(gate: str) -> tuple[str, ...]:
   Raises:
     ConfigError: the class cannot be imported.
   """
-  make: Any = GATES[gate]
-  make = load(make, "router.gate") if isinstance(make, str) else make
-  return tuple(getattr(make, "OF_EXPERTS", ()))
+  return tuple(getattr(_maker(gate), "OF_EXPERTS", ()))
+
+
+def _maker(gate: str) -> GateMaker:
+  """The class or function of a word of `GATES` or of an import path; ConfigError as `load`."""
+  make: Any = GATES.get(gate, gate)  # a class, or where to import it from
+  return load(make, "router.gate") if isinstance(make, str) else make
 
 
 def check_logits(logits_TE: Array, tokens: int, num_experts: int | None) -> None:

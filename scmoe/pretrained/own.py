@@ -37,29 +37,26 @@ def code() -> str:
 
 
 @functools.cache
+def _words(name: str) -> tuple[str, ...]:
+  """The words of `CODE`'s table or tuple `name`, from its source: running it needs PyTorch."""
+  for line in ast.parse(code()).body:
+    match line:
+      case (
+        ast.Assign(targets=[ast.Name(id=found)], value=ast.Dict(keys=words))
+        | ast.Assign(targets=[ast.Name(id=found)], value=ast.Tuple(elts=words))
+      ) if found == name:
+        return tuple(str(word.value) for word in words if isinstance(word, ast.Constant))
+  raise AssertionError(f"{CODE} has no {name}")
+
+
 def activations() -> dict[str, bool]:
-  """The activations that `CODE` computes, and whether each has a gate.
-
-  They are the words of its tables `GATED` and `PLAIN`, read from its source: running it needs
-  PyTorch.
-  """
-  tables = {"GATED": True, "PLAIN": False}
-  found = {}
-  for line in ast.parse(code()).body:
-    match line:
-      case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name in tables:
-        found |= {key.value: tables[name] for key in keys if isinstance(key, ast.Constant)}
-  return found
+  """The activations that `CODE` computes, and whether each has a gate."""
+  return dict.fromkeys(_words("GATED"), True) | dict.fromkeys(_words("PLAIN"), False)
 
 
-@functools.cache
 def gates() -> tuple[str, ...]:
-  """The words of `router.gate` that `CODE` computes: those of its tuple `GATES`."""
-  for line in ast.parse(code()).body:
-    match line:
-      case ast.Assign(targets=[ast.Name(id="GATES")], value=value):
-        return tuple(ast.literal_eval(value))
-  return ()
+  """The words of `router.gate` that `CODE` computes."""
+  return _words("GATES")
 
 
 def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:

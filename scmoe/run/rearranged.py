@@ -222,11 +222,6 @@ def _leaves_of_start(folder: str, run: RunConfig, built: build.Built) -> dict[st
   Raises:
     ConfigError: the folder is missing, or its model has other shapes; or the gate has no norms.
   """
-  if run.router.gate == "cosine":
-    raise ConfigError(
-      "--prune: by=router_norm has no meaning with router.gate='cosine', which divides by norms; "
-      "use by=use"
-    )
   if "weight" not in arrays_of_experts(run.router.gate):
     raise ConfigError(
       "--prune: by=router_norm reads the columns of a gate's matrix `weight`, and router.gate="

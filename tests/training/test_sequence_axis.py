@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from drawn import drawn, drawn_init
 from jax.sharding import PartitionSpec as P
+from tiny_models import LONGCAT_FIELDS
 
 import scmoe.evaluate
 from scmoe.base.batch import Batch
@@ -53,18 +54,7 @@ MODELS = {
     SMALL, **LLAMA, wiring="scmoe_pos2", top_k=1, num_layers=4, num_kv_heads=2, document_mask=False
   ),
   "latent": dataclasses.replace(
-    SMALL,
-    **LLAMA,
-    wiring="scmoe_pos2",
-    mix="direct",
-    zero_experts=2,
-    top_k=2,
-    q_lora_rank=8,
-    kv_lora_rank=8,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=4,
-    v_head_dim=6,
-    document_mask=True,
+    SMALL, **{**LONGCAT_FIELDS, "v_head_dim": 6, "document_mask": True}
   ),
 }
 ROUTER = RouterConfig(balance_loss=0.5, z_loss=0.1, noise=1.0)

@@ -13,7 +13,7 @@ def test_a_checkpoint_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
   module = importlib.util.module_from_spec(spec)
   monkeypatch.setitem(sys.modules, "upcycle_study", module)
   spec.loader.exec_module(module)
-  study = module.Study("cpu", tmp_path, tmp_path / "out", math.inf, [])
+  study = module.Study("cpu", tmp_path, tmp_path / "out", math.inf, 1, [])
   start = tmp_path / "start-farskip"
   called = []
 
@@ -39,5 +39,5 @@ def test_a_checkpoint_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
 
   monkeypatch.setattr(study, "train", train)
   (tmp_path / "farskip-text-0/checkpoints").mkdir(parents=True)  # a copy that was cut off
-  study.student("farskip", "text", 0)
+  study.student("farskip", "text", 0, None)
   assert study.result["runs"][0]["losses"] == [[1, 2]]

@@ -1,29 +1,36 @@
 """Takes a trained top-k model, gives it another wiring, and lets it learn from the model it was.
 
   python experiments/upcycle/run.py --scale cpu
-  python experiments/upcycle/run.py --scale gpu --limit_seconds 570 --out "$OUT"
+  python experiments/upcycle/run.py --scale gpu --jobs 4 --limit_seconds 570 --out "$OUT"
   python experiments/upcycle/run.py --scale gpu --times
   python experiments/upcycle/run.py --scale cpu --table
 
-One teacher is trained. `scmoe.convert --upcycle` makes a start of every wiring from it, and every
-way of learning trains that start on a tenth of the teacher's tokens, once a seed. Each run is a
-process of `python -m scmoe.train`. What the limit cuts off saves, and the same command goes on from
-there; runs whose result is written are not trained again. What stands behind -- goes to the
-teacher's training, and by its configuration to that of all students.
+One teacher is trained. `scmoe.convert --upcycle` makes a start of every wiring from it. If the
+scale has several learning rates, one pilot of each, with a seed that is not part of the study,
+decides which all students get. Then every way of learning trains every start on a tenth of the
+teacher's tokens, once a seed. Each run is a process of `python -m scmoe.train`; `--jobs 4` trains
+four students at a time, each on a GPU of its own. What the limit cuts off saves, and the same
+command goes on from there; runs whose result is written are not trained again. What stands behind
+-- goes to the teacher's training, and by its configuration to that of all students.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import math
+import os
+import queue
 import shlex
 import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +38,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 GRACE = 60.0  # seconds that a run which is cut off has for its checkpoint
 PREEMPTED = 75
+PILOT_SEED = 9  # of the runs that choose the rate; the study has 0, 1 and 2
 
 WIRINGS = ("scmoe_pos2", "farskip")
+FITTED = "farskip"  # under scmoe_pos2 the experts read what they read before: nothing to fit
 # Way of learning -> options of section train; `scores` and `hidden` have the teacher.
 WAYS: dict[str, dict[str, str]] = {
   "text": {},
@@ -48,12 +57,16 @@ class Scale:
   Attributes:
     teacher: fields of the teacher beyond `configs/upcycle_small.py`.
     student: fields of every student beyond the teacher's.
+    rates: learning rates of the students; the pilot that ends lowest chooses one of several.
+    fit: training sequences to which the new shortcut's norm of `FITTED` is fitted; 0: a copy.
     teacher_steps, student_steps: optimizer steps of the same number of tokens each.
     eval_batches: batches of every held-out loss.
   """
 
   teacher: dict[str, str]
   student: dict[str, str]
+  rates: tuple[str, ...]
+  fit: int
   teacher_steps: int
   student_steps: int
   eval_batches: int
@@ -62,14 +75,18 @@ class Scale:
 SCALES = {
   "smoke": Scale(
     {"model.num_layers": "2", "model.width": "32", "data.seq_len": "32"},
-    {"optimizer.learning_rate": "1e-3", "optimizer.warmup_steps": "1"},
+    {"optimizer.warmup_steps": "1"},
+    rates=("1e-3", "2e-3"),
+    fit=8,
     teacher_steps=20,
     student_steps=4,
     eval_batches=2,
   ),
   "cpu": Scale(
     {"model.width": "64", "data.seq_len": "64"},
-    {"optimizer.learning_rate": "1e-3", "optimizer.warmup_steps": "4"},
+    {"optimizer.warmup_steps": "4"},
+    rates=("1e-3",),
+    fit=0,
     teacher_steps=400,
     student_steps=40,
     eval_batches=10,
@@ -91,7 +108,9 @@ SCALES = {
       "optimizer.learning_rate": "6e-4",
       "optimizer.warmup_steps": "80",
     },
-    {"optimizer.learning_rate": "3e-4", "optimizer.warmup_steps": "8"},
+    {"optimizer.warmup_steps": "8"},
+    rates=("3e-4", "6e-4", "1.2e-3"),
+    fit=1000,
     teacher_steps=800,
     student_steps=80,
     eval_batches=20,
@@ -111,17 +130,19 @@ class Study:
     folder: the runs' folders.
     out: folder of the results.
     deadline: value of `time.monotonic` at which the call ends.
+    jobs: students at a time. Above 1 each has a GPU of its own.
     rest: further flags of the teacher's training.
   """
 
-  def __init__(self, scale: str, folder: Path, out: Path, deadline: float, rest: list[str]):
+  def __init__(
+    self, scale: str, folder: Path, out: Path, deadline: float, jobs: int, rest: list[str]
+  ):
     self.scale, self.sizes, self.folder = scale, SCALES[scale], folder
-    self.deadline, self.rest = deadline, rest
-    self.path = out / f"{scale}.json"
-    empty = {"starts": {}, "runs": []}
-    self.result: dict[str, Any] = (
-      json.loads(self.path.read_text("utf-8")) if self.path.is_file() else empty
-    )
+    self.deadline, self.jobs, self.rest = deadline, jobs, rest
+    self.path, self.lock = out / f"{scale}.json", threading.Lock()
+    empty = {"starts": {}, "pilots": {}, "runs": []}
+    found = json.loads(self.path.read_text("utf-8")) if self.path.is_file() else {}
+    self.result: dict[str, Any] = empty | found
 
   def write(self) -> None:
     """Writes the results, and the table beside them."""
@@ -129,8 +150,12 @@ class Study:
     self.path.write_text(json.dumps(self.result, indent=1) + "\n", "utf-8")
     self.path.with_suffix(".txt").write_text(table(self.result) + "\n", "utf-8")
 
-  def call(self, command: list[str]) -> None:
+  def call(self, command: list[str], gpu: str | None = None) -> None:
     """Runs one command of scmoe; at the deadline it saves.
+
+    Args:
+      command: module and flags.
+      gpu: entry of CUDA_VISIBLE_DEVICES for the command; None leaves it as it is.
 
     Raises:
       OutOfTime: the deadline has come.
@@ -140,7 +165,8 @@ class Study:
       raise OutOfTime
     words = [sys.executable, "-m", *command]
     print("$", shlex.join(["python", *words[1:]]), flush=True)
-    process = subprocess.Popen(words, cwd=ROOT)
+    env = None if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    process = subprocess.Popen(words, cwd=ROOT, env=env)
     try:
       limit = None if math.isinf(self.deadline) else max(self.deadline - time.monotonic(), 1)
       code = process.wait(limit)
@@ -154,7 +180,13 @@ class Study:
       raise SystemExit(code)
 
   def train(
-    self, workdir: Path, steps: int, every: int, begin: list[str], fields: dict[str, str]
+    self,
+    workdir: Path,
+    steps: int,
+    every: int,
+    begin: list[str],
+    fields: dict[str, str],
+    gpu: str | None = None,
   ) -> None:
     """Trains a run to its end, or goes on with it; `every` is the steps between evaluations."""
     options = {
@@ -168,10 +200,10 @@ class Study:
       **fields,
     }
     flags = [f"--config.{name}={value}" for name, value in options.items()]
-    self.call(["scmoe.train", *begin, f"--workdir={workdir}", *flags])
+    self.call(["scmoe.train", *begin, f"--workdir={workdir}", *flags], gpu)
 
-  def run(self) -> None:
-    """Everything that is missing, seed by seed, so that a cut leaves whole comparisons."""
+  def prepare(self) -> None:
+    """Trains the teacher and makes the starts, as far as they are missing."""
     teacher = self.folder / "teacher"
     if "teacher" not in self.result:
       begin = ["--config=upcycle_small", *self.rest]
@@ -185,12 +217,50 @@ class Study:
       self.write()
     for wiring in WIRINGS:
       self.begin(wiring)
+
+  def students(self) -> None:
+    """Trains the pilots and students without a result, seed by seed: a cut leaves comparisons."""
+    self.side_by_side(
+      lambda gpu, rate=rate: self.pilot(rate, gpu)
+      for rate in self.sizes.rates
+      if len(self.sizes.rates) > 1 and rate not in self.result["pilots"]
+    )
     done = {(r["wiring"], r["way"], r["seed"]) for r in self.result["runs"]}
-    for seed in range(3):
-      for wiring in WIRINGS:
-        for way in WAYS:
-          if (wiring, way, seed) not in done:
-            self.student(wiring, way, seed)
+    wanted = [(wiring, way, seed) for seed in range(3) for wiring in WIRINGS for way in WAYS]
+    self.side_by_side(
+      lambda gpu, entry=entry: self.student(*entry, gpu) for entry in wanted if entry not in done
+    )
+
+  def side_by_side(self, tasks: Iterable[Callable[[str | None], None]]) -> None:
+    """Runs all tasks, `jobs` at a time, and gives each the GPU that it has for itself.
+
+    Raises:
+      OutOfTime: the deadline came; every task that was running has saved.
+    """
+    if self.jobs == 1:
+      for task in tasks:
+        task(None)
+      return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    free: queue.Queue[str] = queue.Queue()
+    for index in range(self.jobs):
+      free.put(visible.split(",")[index] if visible else str(index))
+
+    def on_a_gpu(task: Callable[[str | None], None]) -> None:
+      gpu = free.get()
+      try:
+        task(gpu)
+      finally:
+        free.put(gpu)
+
+    with concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
+      for future in [pool.submit(on_a_gpu, task) for task in tasks]:
+        future.result()
+
+  def rate(self) -> str:
+    """The students' learning rate: that of the pilot which ended lowest, or the scale's one."""
+    pilots = self.result["pilots"]
+    return min(pilots, key=pilots.get) if pilots else self.sizes.rates[0]
 
   def begin(self, wiring: str) -> None:
     """Makes the start of a wiring, and reads its held-out loss."""
@@ -198,7 +268,9 @@ class Study:
     if not has_step(start):
       shutil.rmtree(start, ignore_errors=True)  # a cut may leave a part of it
       source = f"--from={self.folder / 'teacher'}"
-      self.call(["scmoe.convert", source, f"--workdir={start}", f"--upcycle=wiring={wiring}"])
+      fit = [f"--fit={self.sizes.fit}"] if self.sizes.fit and wiring == FITTED else []
+      upcycle = f"--upcycle=wiring={wiring}"
+      self.call(["scmoe.convert", source, f"--workdir={start}", upcycle, *fit])
     if wiring not in self.result["starts"]:
       self.result["starts"][wiring] = self.evaluated(f"start-{wiring}")
       self.write()
@@ -210,9 +282,30 @@ class Study:
     self.call(["scmoe.evaluate", workdir, batches, f"--json={figures}"])
     return json.loads(figures.read_text("utf-8"))["loss"]
 
-  def student(self, wiring: str, way: str, seed: int) -> None:
+  def pilot(self, rate: str, gpu: str | None) -> None:
+    """Trains the pilot of a learning rate, and writes its last held-out loss."""
+    losses, _ = self.learn(f"pilot-{rate}", "scmoe_pos2", "hidden", PILOT_SEED, rate, gpu)
+    with self.lock:
+      self.result["pilots"][rate] = losses[-1][1]
+      self.write()
+
+  def student(self, wiring: str, way: str, seed: int, gpu: str | None) -> None:
     """Trains one student from the start of its wiring, and writes its recovery curve."""
-    name = f"{wiring}-{way}-{seed}"
+    name, rate = f"{wiring}-{way}-{seed}", self.rate()
+    losses, tokens = self.learn(name, wiring, way, seed, rate, gpu)
+    found = {"wiring": wiring, "way": way, "seed": seed, "rate": rate}
+    with self.lock:
+      self.result["runs"].append(found | {"losses": losses, "tokens": tokens})
+      self.write()
+
+  def learn(
+    self, name: str, wiring: str, way: str, seed: int, rate: str, gpu: str | None
+  ) -> tuple[list[list[float]], int]:
+    """Trains a run from the start of a wiring.
+
+    Returns:
+      its held-out losses as [step, loss], and the number of tokens that it has read.
+    """
     workdir, start = self.folder / name, self.folder / f"start-{wiring}"
     if not has_step(workdir):
       partial = self.folder / f".{name}.partial"
@@ -223,16 +316,14 @@ class Study:
     fields = {f"train.{option}": value for option, value in WAYS[way].items()}
     if fields:
       fields["train.teacher"] = str(self.folder / "teacher")
-    fields |= self.sizes.student | {"train.seed": str(seed)}
-    begin = [f"--config_json={start / 'config.json'}"]
+    fields |= self.sizes.student | {"train.seed": str(seed), "optimizer.learning_rate": rate}
     steps = self.sizes.student_steps
-    self.train(workdir, steps, max(1, steps // 4), begin, fields)
+    fields["checkpoint.every"] = str(steps)  # a run is short, and a cut saves
+    begin = [f"--config_json={start / 'config.json'}"]
+    self.train(workdir, steps, max(1, steps // 4), begin, fields, gpu)
     losses = [[line["step"], line["loss"]] for line in records(workdir, "eval")]
-    found = {"wiring": wiring, "way": way, "seed": seed, "losses": losses}
-    found |= {"tokens": last(workdir, "train")["tokens"]}
-    self.result["runs"].append(found)
-    self.write()
     shutil.rmtree(workdir / "checkpoints")  # eighteen states of the larger model fill a disk
+    return losses, last(workdir, "train")["tokens"]
 
   def times(self) -> None:
     """Step, prefill and decode of all three wirings on the devices that are here."""
@@ -273,6 +364,9 @@ def table(result: dict[str, Any]) -> str:
     f"{teacher['active']:,} of {teacher['total']:,} parameters active",
     "held-out loss after steps; mean and standard deviation over seeds; distance from the teacher",
   ]
+  if pilots := result.get("pilots"):
+    ended = ", ".join(f"{rate}: {loss:.4f}" for rate, loss in pilots.items())
+    lines.append(f"pilots of the rate, {ended}; the lowest chose the students'")
   for wiring, start in result["starts"].items():
     lines.append(f"{wiring}: start {start:.4f} ({start / goal - 1:+.2%})")
     for way in WAYS:
@@ -297,9 +391,11 @@ def main() -> None:
   flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   flags.add_argument("--scale", choices=SCALES, required=True)
   flags.add_argument("--limit_seconds", type=float, default=0.0, help="time of the call; 0: none")
+  flags.add_argument("--jobs", type=int, default=1, help="students at a time, a GPU for each")
   flags.add_argument("--workdir", type=Path, help="of the runs; default: runs/upcycle/SCALE")
   flags.add_argument("--out", type=Path, default=HERE / "results", help="folder of the results")
   flags.add_argument("--table", action="store_true", help="print the table, train nothing")
+  flags.add_argument("--starts", action="store_true", help="teacher and starts, no students")
   flags.add_argument("--times", action="store_true", help="time the wirings on two devices instead")
   flags.add_argument("rest", nargs="*", help="further flags of the teacher's scmoe.train")
   given = flags.parse_args()
@@ -307,12 +403,14 @@ def main() -> None:
   deadline = math.inf
   if given.limit_seconds:
     deadline = time.monotonic() + max(given.limit_seconds - GRACE, 1)
-  study = Study(given.scale, folder, given.out.resolve(), deadline, given.rest)
+  study = Study(given.scale, folder, given.out.resolve(), deadline, given.jobs, given.rest)
   try:
     if given.times:
       study.times()
     elif not given.table:
-      study.run()
+      study.prepare()
+      if not given.starts:
+        study.students()
   except OutOfTime:
     print("the time is over; the same command goes on", file=sys.stderr)
   print(table(study.result))

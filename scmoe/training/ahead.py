@@ -1,13 +1,13 @@
 """Compiles, beside an elastic run's training, the step for the mesh that the next loss would leave.
 
-After a loss XLA compiles the step for the smaller mesh: 31 of the 69 s that two H200s lost with the
-first process (experiments/LOG.md). So once a turn trains, the members that would go on run the
-command of that next turn with `--compile_only`, on their devices and at the lowest priority. It has
-the next turn's program, processes and devices, so jax keeps the program under the key that the next
-turn looks up. (A thread of the training command could not do so: jax's key holds the topology of
-all processes of its own run.)
+After a loss XLA compiles the step for the smaller mesh: on two H200s that took 31 of the 69 s until
+one of them did a step alone (experiments/LOG.md). So once a turn trains, its first members, as many
+as the smaller mesh needs, run the command of that next turn with `--compile_only`, on their devices
+and at the lowest priority. This command has the next turn's program and numbers of processes and
+devices, so jax keeps the program under the key that the next turn looks up. (A thread of the
+training command could not do so: jax's key holds the topology of all processes that train.)
 
-Whatever fails here costs one line, and the loss the time of that compilation.
+A compilation that fails costs a line at most; the next turn after a loss then compiles.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Compilation(NamedTuple):
   """How a member compiles ahead.
 
   Attributes:
-    choose: (processes that are there, devices of each) -> the mesh; raises `ConfigError` if no mesh
-      fits even one process.
+    choose: (processes that are there, devices of each) -> the mesh; raises `ConfigError` if none
+      fits, even with one process alone.
     trains: pid of the first member's command -> True once it has done a step.
     start: (plan, number of this process in it) -> the running command that compiles the plan's
       step; None: nothing is compiled ahead.
@@ -60,7 +60,7 @@ class Ahead:
   """The compilations of one member. `tick` does what is due.
 
   The first member of a turn decides what is compiled and writes it to WORKDIR/elastic/ahead.json,
-  as a plan that nobody trains. The other members that it names read it there.
+  as a plan that nobody trains. The other members that this plan names read it there.
 
   Args:
     folder: WORKDIR/elastic.
@@ -77,7 +77,7 @@ class Ahead:
     self._known: set[tuple[int, int, int]] = set()
 
   def tick(self, plan: Plan, me: Member, pid: int, there: int) -> None:
-    """Begins to compile if that is due, and says how it ended.
+    """Begins a compilation if one is due. Once it has ended, the first member says how.
 
     Args:
       plan: of the turn that trains.
@@ -94,7 +94,7 @@ class Ahead:
       self._begin(found, me)
 
   def stop(self) -> None:
-    """Ends a command that still compiles: the turn is over."""
+    """Ends the command that compiles, if there is one: the turn is over."""
     if self._child is not None:
       self._child.end()
       self._child = None
@@ -123,7 +123,7 @@ class Ahead:
     found = Plan(plan.turn, members, tokens, "", choice.data, choice.expert, choice.words[:1000])
     try:
       found = found._replace(coordinator=f"{me.host}:{free_port()}")
-    except OSError as error:  # this process has too many open files
+    except OSError as error:  # this process has too many open files, for example
       self._failed(error, found)
       return None
     write(self._folder / AHEAD, found)
@@ -134,7 +134,7 @@ class Ahead:
     self._turn, self._plan, self._begun = plan.turn, plan, self._clock()
     try:
       self._child = self._how.start(plan, plan.members.index(me.number))
-    except OSError as error:  # no memory for another process, or no room for its lines
+    except OSError as error:  # e.g. no memory for another process, or no room for its lines
       self._failed(error, plan)
 
   def _look(self, child: Quiet, me: Member) -> None:

@@ -37,7 +37,7 @@ class Average:
     """The decay in step n + 1, with `step` = n steps before: min(decay, (1 + n) / (10 + n)).
 
     That is the warm-up of TensorFlow's `ExponentialMovingAverage` (`num_updates`). Without it the
-    random first weights would have a share of decay^n in the average after n steps.
+    first weights would have a share of decay^n in the average after n steps.
     """
     count = step.astype(jnp.float32)
     return jnp.minimum(self.decay, (1 + count) / (10 + count))

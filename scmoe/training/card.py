@@ -1,7 +1,7 @@
 """WORKDIR/card.json: what is needed to repeat a run.
 
-It has the commit, versions, host, devices, environment variables of jax, command, configuration,
-fingerprint of the data, and all starts.
+It has the commit, versions, host, devices, some environment variables (`_VARIABLES`), command,
+configuration, fingerprint of the data, numbers of parameters, and all starts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from scmoe.base.errors import StorageError
 from scmoe.base.stored import Maybe, StoredError, read_json, write_json
 
 CARD = "card.json"
-PACKAGE = Path(__file__).resolve().parents[1]  # the folder scmoe/, whose changed files count
+PACKAGE = Path(__file__).resolve().parents[1]  # the folder scmoe/; see `commit`
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
-# The fields of card.json into which its readers look, with their types; see `scmoe.base.stored`.
-# `command` and `environment` are not among them: readers only copy them, whatever they are.
+# The fields of card.json that are checked when it is read; see `scmoe.base.stored`. Of all others,
+# such as `command`, readers make copies at most, whatever they hold.
 CARD_SHAPE = {
   "time": Maybe(str),
   "git": Maybe({"commit": Maybe(str), "changed": Maybe(bool)}),
@@ -69,7 +69,7 @@ def write_card(workdir: Path, **said: Any) -> None:
 
 
 def read_card(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-  """The fields of a run's card; {} if there is none or it is damaged."""
+  """The fields of a run's card; {} if there is none, or none that can be used."""
   try:
     return read_json(Path(workdir) / CARD, CARD_SHAPE)
   except (FileNotFoundError, StoredError):
@@ -100,7 +100,7 @@ def commit(folder: Path) -> dict[str, Any]:
   """`commit` of the git checkout around `folder`, and `changed`: whether files differ from it.
 
   Only tracked files in `folder` count for `changed`. The result is {} if there is no checkout, or
-  git does not answer.
+  git is missing or fails.
   """
   try:
     head = _git(folder, "rev-parse", "HEAD").strip()

@@ -1,14 +1,14 @@
 """Checkpoints: written by all processes, kept, and restored on any mesh from the newest good step.
 
 Orbax writes the arrays and commits a step by renaming its directory; it does not fall back to an
-older step when one is damaged. So this module lists the steps itself and tries one after the other.
+older step when one is damaged. So this module lists the steps itself and tries them, newest first.
 `scmoe.training.restore` reads a step, `scmoe.training.description` the JSON beside its arrays.
 
     WORKDIR/checkpoints/N/params    weights            N/data/metadata   data position (JSON)
                           N/state   everything else    N/meta/metadata   configuration ... (JSON)
 
-A step whose arrays came in pieces (`Checkpointer.save_pieces`) has all of them in N/params. Meta
-says in which folder an array lies: earlier versions wrote large ones to N/params_1, N/params_2
+A step whose arrays came in pieces (`Checkpointer.save_pieces`) has all of them in N/params. Its
+meta names each array's folder, since earlier versions wrote large ones to N/params_1, N/params_2
 and so on.
 """
 
@@ -70,7 +70,7 @@ class Checkpointer:
     cfg: says how many steps to keep, whether training goes on while one is written, and how many
       failures in a row end the run.
 
-  With several processes all of them make every call.
+  With several processes all of them make the same calls, in the same order.
 
   Raises:
     StorageError: the folder of the steps cannot be written.
@@ -103,12 +103,12 @@ class Checkpointer:
       step: optimizer steps done.
       state: pytree of jax arrays and `Pieced` objects; leaves below `params` can be restored alone.
       data_state: JSON-able position of this process in the data.
-      meta: JSON-able: configuration, data fingerprint, mesh, versions, tokens.
+      meta: JSON-able, e.g. configuration, data fingerprint, mesh, versions, tokens.
 
     Raises:
-      NonFiniteError: the state is not finite; nothing is written.
+      NonFiniteError: the state is not finite; the step does not appear.
       StorageError: writing failed `checkpoint.max_failures` times in a row, or the file behind a
-        `Pieced` failed.
+        `Pieced` cannot be read.
     """
     self.wait()
     leaves = flatten(state)
@@ -130,7 +130,7 @@ class Checkpointer:
     except StorageError as error:
       if not str(error).startswith(self._begins(step)):
         raise  # the file of moments cannot be read, so no later save can succeed
-      cause = error.__context__  # what the error's own words repeat
+      cause = error.__context__  # the exception whose text ends that of `error`
       self._failed(step, cause if isinstance(cause, Exception) else error)
       return False
     self._failures = 0
@@ -162,11 +162,10 @@ class Checkpointer:
     return True
 
   def save_now(self, step: int, state: PyTree, data_state: dict, meta: dict) -> None:
-    """Saves a step and waits; tries again if that failed, unless it raises. Arguments as of `save`.
+    """Saves a step and waits, again and again until it is saved; arguments as of `save`.
 
     Raises:
-      NonFiniteError: the state is not finite; nothing is written.
-      StorageError: writing failed `checkpoint.max_failures` times in a row.
+      NonFiniteError, StorageError: as `save`.
     """
     while not (self.save(step, state, data_state, meta) and self.wait()):
       time.sleep(0.5)
@@ -198,9 +197,9 @@ class Checkpointer:
 
     Raises:
       NonFiniteError: an array is not finite; the step does not appear.
-      StorageError: writing failed, a piece is missing or came twice, or a function of `pieces`
-        raised an exception that is no `ScmoeError`. A `ScmoeError` of such a function, and every
-        exception of `ready`, is passed on. In every case nothing of the step is left.
+      StorageError: writing failed, an array got too few or too many pieces, or a function of
+        `pieces` raised an exception that is no `ScmoeError`. A `ScmoeError` of such a function, and
+        every exception of `ready`, is passed on. In all these cases nothing of the step is left.
     """
     place = self.directory / f"{step}.orbax-checkpoint-tmp-pieces"
     failed = self._begins(step)
@@ -251,12 +250,13 @@ class Checkpointer:
     A damaged step is renamed to `N.bad-<time>` with a warning, and the one before it is tried.
 
     Args:
-      abstract: pytree of ShapeDtypeStruct with the shardings to restore to. If the step holds
-        weights only (`WEIGHTS_ONLY` in its meta), `Restored.state` is a dictionary instead:
-        `params`, and the part of `router` that is stored.
-      check: called with the stored meta before arrays are read; may raise to refuse.
+      abstract: pytree as of `scmoe.training.restore.load`, with the shardings to restore to. If the
+        step holds weights only (`WEIGHTS_ONLY` in its meta), `Restored.state` is a dictionary
+        instead: `params`, and the part of `router` that is stored.
+      check: called with the stored meta before a step's arrays are read; may raise to refuse.
       meanwhile: called with the stored meta in this thread while another reads the arrays. Not
-        called where several processes read: they exchange messages in one order.
+        called with several processes: both threads may send messages to the others, which must have
+        the same order on all processes.
 
     Raises:
       CheckpointError: all checkpoints are damaged, or a later version of scmoe wrote the newest
@@ -291,7 +291,7 @@ class Checkpointer:
     place, problem, restored = self.directory / str(step), "", None
     try:
       meta, data = read_description(place)
-      # Without this test a run would resume from a copied folder with the data of another step.
+      # Without this test a copy of step 100's folder with the name 200 would pass for step 200.
       if meta["step"] != step:
         raise Damaged(f"it is a copy of step {meta['step']}")
       if check is not None:

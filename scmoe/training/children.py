@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Protocol
 
 _KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
-_LEAST_URGENT = 19  # niceness: the kernel runs such a process on cores that nobody else wants
+_LEAST_URGENT = 19  # the lowest priority that `os.nice` gives
 _MOST_CHARACTERS = 200  # of a reason
 
 
@@ -52,7 +52,7 @@ def start_child(
   Args:
     command: program and arguments.
     variables: of the environment, in addition to this process's.
-    urgent: False: it yields the cores to other processes.
+    urgent: False: it runs at the lowest priority.
     out, messages: its standard output and error, as for `subprocess.Popen`; None: this process's.
   """
   prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
@@ -70,7 +70,7 @@ def start_child(
 
 
 class QuietChild:
-  """A command whose lines nobody reads, at the lowest priority; `reason` says why it failed.
+  """A command at the lowest priority whose output is not shown; `reason` says why it failed.
 
   Args:
     command: program and arguments.
@@ -94,7 +94,10 @@ class QuietChild:
     self._said.close()
 
   def reason(self) -> str:
-    """The last line that the command wrote to standard error, or its exit code if it wrote none."""
+    """The last line, cut to 200 characters, of the command's standard error, or its exit code.
+
+    It is the exit code if the command wrote no line there, or if its lines cannot be read.
+    """
     lines: list[str] = []
     with contextlib.suppress(OSError, ValueError):
       self._said.seek(0)
@@ -104,7 +107,7 @@ class QuietChild:
 
 
 def free_port() -> int:
-  """A port that is free on this host, where a command that is started now will listen."""
+  """A port that is free on this host, for a command that is started now and will listen on it."""
   with socket.socket() as probe:
     probe.bind(("", 0))
     return probe.getsockname()[1]

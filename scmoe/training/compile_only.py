@@ -1,4 +1,4 @@
-"""Compiles what a start of a run runs first, and runs nothing: `scmoe.train --compile_only`."""
+"""Compiles the first programs of a run's start, and runs none: `scmoe.train --compile_only`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def compile_only(built: Trainable, workdir: str | os.PathLike[str]) -> None:
     workdir: of the run.
 
   Raises:
-    ConfigError: `train.tune` is malformed, or the folder cannot be a run's.
+    ConfigError: `train.tune` is malformed or names one variant, which does not fit the run; or the
+      folder cannot be a run's.
     StorageError: the folder cannot be written.
   """
   folder = prepare_workdir(workdir)
@@ -36,5 +37,5 @@ def compile_only(built: Trainable, workdir: str | os.PathLike[str]) -> None:
     step = fastest_step(built, abstract, folder, measures=False)
     step.compile(abstract, abstract_batch(built))
     stored = flatten(abstract.for_checkpoint()).values()
-    # The host checks what goes into files as it reads it, without a program.
+    # Arrays for files lie in the host's memory when they are checked: the host does that itself.
     compile_survey([x for x in stored if not is_in_file(x)])

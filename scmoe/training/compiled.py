@@ -43,7 +43,10 @@ def kept_programs(folder: Path) -> Iterator[None]:
 
 
 def _processor() -> str:
-  """12 hexadecimal digits that name this kind of CPU: a digest of its architecture and features."""
+  """12 hexadecimal digits that name this kind of CPU: a digest of its architecture and name.
+
+  Its features are part of the digest where /proc/cpuinfo tells them.
+  """
   kind = f"{platform.machine()} {platform.processor()}"
   with contextlib.suppress(OSError):
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -16,8 +16,9 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
   But a loss or gradient norm is shown even if it is infinite or NaN.
 
   Reads `loss`, `lr`, `grad_norm`, `tokens_per_second`, `mfu` (0 to 1), `eta_seconds`, `drop` (share
-  of the routers' choices that were dropped, 0 to 1), `imbalance` (load of the busiest expert over
-  the mean load), and `skipped` and `repeated` (numbers of steps), which are left out if 0.
+  of the routers' choices that were dropped, 0 to 1), `imbalance` (in the worst layer, load of the
+  busiest expert over the mean load), and `skipped` and `repeated` (numbers of steps), which are
+  left out if 0.
 
   Args:
     step: number of the step.
@@ -49,7 +50,7 @@ class Bar:
   """A progress bar on a terminal; elsewhere, or for 0 steps, lines alone; nothing unless `shown`.
 
   Args:
-    start: steps done before.
+    start: steps that the run has done already.
     steps: steps of the whole run.
     shown: False (on all processes but the first): there is no bar, and no line is printed.
   """

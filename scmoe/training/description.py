@@ -44,7 +44,7 @@ _DATA = {"processes": [dict]}
 
 
 class Damaged(Exception):
-  """Files of a step are missing, cannot be read, or differ from those that were written."""
+  """Files of a step are missing, cannot be read, were changed, or are those of another step."""
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
@@ -65,7 +65,8 @@ def flatten(tree: PyTree) -> dict[str, Any]:
 def item_of(name: str) -> str:
   """The folder into which `Checkpointer.save` writes an array: `params` for weights, or `state`.
 
-  So weights can be read alone. A step whose meta gives an `item` has the array there instead.
+  So weights can be read alone. If the array's entry in the step's meta gives an `item`, it lies in
+  that folder instead.
   """
   return "params" if name.partition(".")[0] == "params" else "state"
 

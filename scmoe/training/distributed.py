@@ -122,7 +122,7 @@ def first_decides(value: bool) -> bool:
 
 
 class OnFirst:
-  """A context manager around another one, `inner`, which process 0 alone enters and leaves.
+  """A context manager for all processes, in which process 0 alone enters and leaves `inner`.
 
   If entering `inner` raises a `ScmoeError`, process 0 raises it and the others a `ConfigError`.
   """
@@ -217,7 +217,7 @@ def _check(coordinator: str, count: int, index: int) -> None:
 
 
 def is_loopback(host: str) -> bool:
-  """True if a name or address is that of this host for itself, as localhost and 127.0.0.1 are."""
+  """True if a name or address is one by which a host reaches only itself, e.g. 127.0.0.1."""
   name = host.strip("[]")
   if name == "localhost":
     return True

@@ -1,11 +1,11 @@
 """Trains on with the processes that are left: `scmoe.train --restarts N --elastic`.
 
-Each process of the launcher is a `Supervisor` that runs the training command as its child. A turn
-is a time in which the same members train together. If a member falls silent or its child dies, the
-others end their children, and the next turn begins from the newest checkpoint, with the members
-that are there, on a mesh for their devices. If a member comes back with which the mesh would be
-larger, the first member's child is asked to stop: all children save the same step and exit with 75,
-and a turn with the member that came back begins.
+Each process of the launcher is a member: a `Supervisor` that runs the training command as its
+child. A turn is a time in which the same members train together. If a member falls silent or its
+child dies, the others end their children, and the next turn begins from the newest checkpoint, with
+the members that are there, on a mesh for their devices. If a member comes back, or comes late, and
+the mesh would be larger with it, the first member's child is asked to stop: all children save the
+same step and exit with 75, and a turn with that member begins.
 
 Why the children end: a collective whose peer has died does not return with gloo, even with jax's
 recoverable tasks (experiments/LOG.md), and process 0's death ends jax's coordination service.
@@ -50,11 +50,12 @@ from scmoe.training.signals import hangups
 from scmoe.training.workdir import FOREIGN_STALE_SECONDS
 
 SILENT_SECONDS = 15.0  # a member that writes nothing for so long is given up
-FIRST_SECONDS = 300.0  # how long the first turn waits for all members, as jax waits for processes
+FIRST_SECONDS = 300.0  # how long a start's first turn waits for all members; jax waits as long
 _TICK_SECONDS = 0.25
 _BEAT_SECONDS = 1.0
-_PEER_SECONDS = 3.0  # for a child to end by itself after a peer's child, or the peer, has died
-# The same after a peer has ended with an error for good, which the members of a turn do together.
+# For a child to end by itself after a peer's child has died, or the peer was started again.
+_PEER_SECONDS = 3.0
+# The same after a peer has ended for good with another code than 0: all of a turn end so together.
 _ENDED_SECONDS = 60.0
 
 
@@ -69,8 +70,8 @@ class Launch(NamedTuple):
     progress: returns the step of the newest checkpoint, 0 if there is none.
     release: removes the run's lock file, whose owner has ended or was given up.
     held: returns True while the process that the run's lock file names may live.
-    count: begins to count this host's devices; what it returns gives their number once they are
-      counted, 0 if there are none, and None before.
+    count: begins to count this host's devices; returns a function that gives None while they are
+      being counted, and then their number.
     compile: (plan, number of this process in it) -> a command beside the training that compiles
       the plan's step; None: nothing is compiled ahead (`scmoe.training.ahead`).
   """
@@ -114,12 +115,12 @@ class Supervisor:
   ):
     self.folder, self.number, self.count = folder, number, count
     self.launch, self.restarts, self.silent, self.clock = launch, restarts, silent, clock
-    self.asked = False  # this process was told to stop
+    self.asked = False  # whether this process was told to stop
     self.child: Child | None = None
     self.plan = Plan()
     self.latest = read_plan(folder) or Plan()
-    # The newest plan of before this member started, or the one that it has begun: it joins only
-    # later ones.
+    # The plan that was there when this member started; later the last one that it has begun. It
+    # joins no turn by this plan again.
     self._left = self.latest
     self.me = Member(number, secrets.token_hex(8), WAITING, 0, host, devices)
     self.others = Others(folder, number, count, silent, clock)
@@ -203,7 +204,7 @@ class Supervisor:
     return None
 
   def _lost_peer(self) -> bool:
-    """True if a member of the last turn is lost: its loss, and no device, ended the command."""
+    """True if another member of the last turn is lost: that, and no device, ended the command."""
     return any(self.others.is_silent(n) for n in self.plan.members if n != self.number)
 
   def _ended_for_good(self) -> int | None:
@@ -220,8 +221,9 @@ class Supervisor:
     """True if a turn may be planned now.
 
     That is so if no living member runs its command or counts its devices, the pause before this
-    member's restart is over, the missing members had time to show that they live, and, at a new
-    start, the lock of the start before is free or had time to become stale.
+    member's restart is over, no member is missing or all had time to show that they live (as they
+    had if this member has trained), and, at a new start, the lock of the start before is free or
+    had time to become stale.
     """
     busy = any(member.state in (RUNNING, COUNTING) for member in alive)
     if busy or self.clock() < self._resumes_at:
@@ -250,8 +252,9 @@ class Supervisor:
   def _chosen_from(self, alive: Sequence[Member]) -> list[Member]:
     """The members for the next turn, of which the first one plans it; a mesh may use fewer.
 
-    A member whose host is at fault, by `Member.at_fault`, is left out if a mesh fits the others. If
-    several seem at fault, nobody is left out: the death of one command may have ended the others'.
+    Those are the members with the commonest number of devices (`usable_of`). If one of them has a
+    host at fault, by `Member.at_fault`, it is left out if a mesh fits the others. If several seem
+    at fault, nobody is left out: the death of one command may have ended the others'.
     """
     usable = usable_of(alive)
     rest = [member for member in usable if not member.at_fault]
@@ -295,7 +298,9 @@ class Supervisor:
   # -- during a turn ----------------------------------------------------------------------------
 
   def _watch(self, child: Child) -> int | None:
-    """Looks after the running command: ends it if it cannot go on, asks it to stop if it should.
+    """Looks after the running command: ends it if it cannot go on, or asks it to save and stop.
+
+    It asks if this member was told to stop, or if the mesh would be larger with waiting members.
 
     Returns:
       the member's exit code if the command has ended and no turn follows; else None.

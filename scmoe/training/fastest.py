@@ -11,7 +11,7 @@ them was right everywhere (experiments/LOG.md). So candidates are measured, by a
          the first steps, each of which trains
 
 WORKDIR/schedule.json keeps the decision and its measurements (`scmoe.training.decisions`); a later
-start of the same program reads the decision and measures nothing.
+start with the same program and machine reads the decision and measures nothing.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class Steps:
   def __call__(self, variant: Variant) -> GuidedStep:
     """Makes the step of a variant; that of `Variant()` is the step as configured.
 
-    With `dispatch.overflow=repeat` it is a `RepeatingStep`. Its program with loops is compiled
-    without measured latencies: they are not worth a second compilation for a few steps.
+    If `without_loops` gives an objective, it is a `RepeatingStep`. Its program with loops is
+    compiled without measured latencies: they are not worth a second compilation for a few steps.
     """
     overlap, once = self.built.overlap, self.built.without_loops(variant)
     if once is None:
@@ -147,7 +147,7 @@ class Steps:
     return RepeatingStep(step, overlap, folder, looped=looped, **self._options(variant))
 
   def _guided(self, variant: Variant, overlap: OverlapConfig) -> GuidedStep:
-    """The step of a variant that is final once it has run, compiled with the options `overlap`."""
+    """The step of a variant, compiled with the options `overlap`; each of its results is final."""
     built = self.built
     objective = built.objective if variant == Variant() else built.variant(variant)
     step = self._jitted(objective)
@@ -197,15 +197,15 @@ def fastest_step(
     measures: False: if no decision was kept, the step is that of the run as configured.
 
   Raises:
-    ConfigError: `train.tune` is malformed, or a candidate that is measured here does not fit the
+    ConfigError: `train.tune` is malformed, or a candidate whose step is made here does not fit the
       run, e.g. an r that does not divide the devices.
   """
   make = Steps(built, abstract, folder, gpu, collect, say)
   steps, tuned = StepVariants(make), parse_candidates(built.train.tune)
   searches = built.overlap.search_seconds > 0
   candidates: Sequence[Variant | Change] = tuned
-  # With auto and `train.tune` one search tries both: first the user's candidates, then schedules
-  # for the fastest of them.
+  # With auto and `train.tune` one search tries both: first the user's candidates, then those of
+  # auto, each applied to the fastest so far.
   if searches:
     first, *others = built.candidates
     candidates = (first, *(tuned if built.train.tune else ()), *others)
@@ -267,6 +267,8 @@ def _on_whole_steps(
 ) -> Variant:
   """Compares the run as configured and with a proposed change, by whole steps; returns the winner.
 
+  If nothing could be measured, that is the configured variant.
+
   The change wins if `against` lets it replace the configured variant. The two are compiled one
   after the other: XLA times matrix products on the GPU as it compiles, a second compilation would
   disturb these times, and the winner's program is the one that trains.
@@ -274,9 +276,9 @@ def _on_whole_steps(
   Args:
     make, steps: the run's steps; the winner's stays compiled.
     proposed: the variant that the cut chose.
-    found: the cut's decision; changed in place. The decision by whole steps takes its place and
-      holds it under `cut`. If nothing could be measured, `found` is emptied, so that a later start
-      tries again.
+    found: the cut's decision; changed in place: the decision by whole steps replaces it and holds
+      it under `cut`. If nothing could be measured, `found` is emptied, so that a later start tries
+      again.
   """
   kept: dict[str, Any] = {}
   search = Search(

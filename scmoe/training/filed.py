@@ -11,9 +11,9 @@ write the new ones behind the update, also beside the next step. So memory holds
 layers.
 
 The file has no name. It belongs to the process that made it, and the operating system frees it when
-that process ends, in whatever way. So no later process can take what a killed step has half updated
-for a state: a run always goes on from a checkpoint. The file's room is reserved before the first
-step, so a disk that is too small ends a run as it begins.
+that process ends, in whatever way. So no later process can read a state that a killed step has
+updated in part: a run always goes on from a checkpoint. The file's room is reserved before the
+first step, so a disk that is too small ends a run as it begins.
 Source of the scheme: ZeRO-Infinity (S. Rajbhandari et al., arXiv 2104.07857).
 """
 
@@ -39,13 +39,13 @@ _ALIGNED = 64  # bytes; jax's CPU takes arrays at such addresses without a copy
 
 
 class Room:
-  """A file without a name in a folder, in which arrays get ranges of their own.
+  """A file without a name; arrays get ranges of it.
 
   It is opened when the first range is taken. A range that is given back serves the next array of
   the same size.
 
   Args:
-    folder: on a local disk.
+    folder: of the file, on a local disk.
   """
 
   def __init__(self, folder: str):
@@ -82,7 +82,7 @@ class Room:
       self._free.setdefault(size, []).append(offset)
 
   def read(self, offset: int, size: int) -> np.ndarray:
-    """uint8 [size], at an address that jax's CPU takes without a copy.
+    """The bytes of a range, uint8 [size], at an address that jax's CPU takes without a copy.
 
     Raises:
       StorageError: the file cannot be read.
@@ -123,7 +123,7 @@ class Room:
 
 
 class FileShard:
-  """One device's shard of an array, or of one layer of it, in a file.
+  """A shard of an array, or of one layer of it, in a file.
 
   Args:
     room: the file.
@@ -175,7 +175,7 @@ class InFile:
   """A mark in an abstract state: this array, or layer [1, ...] of a stack, lies in a file.
 
   Attributes:
-    shape, dtype, sharding: of the whole array.
+    shape, dtype, sharding: of the array or layer, not of a shard.
     room: the file.
     groups: gives the `scmoe.training.kept.Groups` of all arrays that the host keeps.
     layers: number of layers, if this is a whole stack; 0: it is none.
@@ -230,14 +230,17 @@ class Passage:
     ]
 
   def arrive(self, number: int) -> None:
-    """Waits for a layer's shards, and begins to read the next ones. Call it once a layer, in order.
+    """Waits for a layer's shards, and begins to read those of the layer `ahead` places later.
+
+    Call it once for each layer, in order. With `ahead` 0 it begins with the layer's own shards.
 
     Raises:
       StorageError: a file cannot be read or written.
     """
     if self._pool is None:
       return
-    # Memory holds the layer before, which is being written, this one and those that are read.
+    # With `ahead`, memory holds the layer before, which is being written, this one, and those that
+    # are being read.
     for one in self._written.pop(number - 2 if self._ahead else number - 1, []):
       one.result()
     if not self._ahead:

@@ -3,8 +3,8 @@
 Each element's raw bits are mixed with its global position; the results are added modulo 2^32.
 For a given position the mixing of 32 bits is one to one, so any change of a single element of at
 most 4 bytes changes the sum. Swapped elements, experts or layers change it too, but for one chance
-in 2^32. (A plain position-weighted sum would miss two flipped sign bits: both contribute 2^31.) The
-fingerprint guards against accidents, not against an adversary.
+in 2^32. (A plain position-weighted sum would miss two flipped sign bits at odd positions: each
+contributes 2^31.) The fingerprint guards against accidents, not against an adversary.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
   """Fingerprints (8 hexadecimal digits) of arrays, and whether each is finite throughout.
 
   The devices that hold an array compute both. For an array in the host's memory the host does, one
-  array after the other; but if it is a scalar, or of a type that `_is_walked` does not name (such
-  as bool or complex64), its devices get a copy of it. Processes that divide an array in the host's
-  memory each read their own shards of it. With several processes all must call this.
+  array after the other; but if it is a scalar, or of a type outside `_EXPONENTS` and `_INTEGERS`
+  (such as bool or complex64), its devices get a copy of it. Processes that divide an array in the
+  host's memory each read their own shards of it. With several processes all must call this.
   """
   found = {i: _walked(leaf) for i, leaf in enumerate(leaves) if _is_walked(leaf)}
   if parted := [i for i in found if not leaves[i].is_fully_addressable]:
@@ -54,17 +54,17 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
 
 
 def compile_survey(leaves: list[Any]) -> None:
-  """Compiles what `survey` of such arrays runs on their devices, for jax's compilation cache.
+  """Compiles the program of `survey` for arrays that it does not read in blocks, for jax's cache.
 
   Args:
-    leaves: `jax.ShapeDtypeStruct`s with shardings, in the order of the arrays.
+    leaves: `jax.ShapeDtypeStruct`s with shardings of all arrays, in the order of `survey`'s.
   """
   if rest := [_on_device(x) for x in leaves if not _is_walked(x)]:
     _survey.lower(rest).compile()
 
 
 def _on_device(x: Any) -> Any:
-  """The `jax.ShapeDtypeStruct` of the copy that `to_device` makes of such an array."""
+  """The `jax.ShapeDtypeStruct` of an array as `to_device` returns it."""
   if not lies_on_host(x):
     return x
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("device"))
@@ -73,8 +73,8 @@ def _on_device(x: Any) -> Any:
 # -- large arrays on a CPU, and arrays in the host's memory ----------------------------------------
 # On a CPU, XLA writes the mixed words to memory before it adds them: twice the size of a bfloat16
 # array. That takes ten times as long as a loop over blocks that stay in registers, so large arrays
-# are read in such blocks. So are arrays in the host's memory (`scmoe.training.host_arrays`) of any
-# size, except scalars. Both hold for the types of `_EXPONENTS` and `_INTEGERS` only.
+# there are read in such blocks. So are arrays of any size, except scalars, in the host's memory
+# (`scmoe.training.host_arrays`). Both hold for the types of `_EXPONENTS` and `_INTEGERS` only.
 
 # The least number of elements of an array on a CPU that is read in blocks.
 _WALKED = 2**20
@@ -110,7 +110,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_walked(leaf: Any) -> bool:
-  """Whether the host reads an array; `leaf` is one, or its `jax.ShapeDtypeStruct`."""
+  """Whether an array is read in blocks; `leaf` is one, or its `jax.ShapeDtypeStruct`."""
   kind = str(leaf.dtype)
   away = lies_on_host(leaf) and leaf.ndim > 0
   if (leaf.size < _WALKED and not away) or not (kind in _EXPONENTS or kind in _INTEGERS):

@@ -54,7 +54,7 @@ def goodput(
   """The goodput up to `now`; None if no line has a usable time of a start, as in older records.
 
   A line stands for all steps since the line before it. If its steps were not timed, as the first
-  step of a start is not, they count with the median time per step of the other lines.
+  step of a start is not, they count with the median time per step of the timed lines.
 
   Args:
     starts: lines of kind `start`, oldest first: `step`, after which the run started, and `time`.

@@ -2,9 +2,10 @@
 
 XLA starts a collective as late as its cost model allows, and the model assumes fast links. With
 measured times (profile-guided latency estimation) XLA starts the all-to-all early enough: on
-4 x H200 over a slow link computation then hid 94 % of it (experiments/LOG.md, 2026-11-21).
-So with `overlap.ablation.profile_guided` a run on NVIDIA GPUs profiles its first steps, compiles
-the step a second time, and keeps the profile: a later start reads it and compiles once.
+4 x H200 over a slow link computation then hid 94 % of it in a forward pass (experiments/LOG.md,
+2026-11-21). So with `overlap.ablation.profile_guided` a run that exchanges rows between NVIDIA GPUs
+profiles its first steps, compiles the step a second time, and keeps the profile: a later start
+reads it and compiles once.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class GuidedStep:
   # Whether a step's result is final only once `left_over` was asked, and the number of steps that
   # were run again so far (`RepeatingStep`).
   repeats, repeated = False, 0
-  # Whether the step that was begun last ran with overflow rounds from the start.
+  # Whether a `RepeatingStep` ran its last step with overflow rounds from the start; here False.
   ran_looped = False
 
   def __init__(
@@ -125,8 +126,8 @@ class GuidedStep:
   def history(self) -> dict[str, Any]:
     """The figures that decide which program runs the next step, for a checkpoint; here none.
 
-    The programs round differently. A resumed run needs these figures to choose as an uninterrupted
-    one would, and so to get the same bits.
+    The two programs of a `RepeatingStep` round differently. A resumed run needs these figures to
+    choose as an uninterrupted one would, and so to get the same bits.
     """
     return {}
 

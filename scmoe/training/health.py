@@ -35,7 +35,8 @@ class CollapseAlarm:
     Args:
       step: number of the step of these statistics. A layer that is collapsed in two calls in a row
         counts as collapsed in all steps between them.
-      arrays: `dead` and `diversity`, float [layers] each; without them the result is None.
+      arrays: `dead` (share of experts without a token) and `diversity`, float [layers] each;
+        without them the result is None.
     """
     if not self.steps or not {"dead", "diversity"} <= set(arrays):
       return None

@@ -1,10 +1,10 @@
-"""Places arrays of the state in the host's memory (`mesh.moments_in=host`), layer by layer.
+"""Places arrays of the state in the host's memory (`mesh.moments_in`), layer by layer.
 
 In a step only the update reads the optimizer's moments and every `Halves.low`
 (`scmoe.training.masters`). They can stay in pinned memory of the host, from which a GPU copies at
 the full speed of its link. A stack's array [L, ...] is then stored as an `Apart` of L arrays
 [1, ...]: XLA copies whole arrays asynchronously, but not slices of them. Checkpoints hold the
-stack, so that they load in every placement.
+stack, so that they load in every placement. `in_files` marks the arrays that lie in a file instead.
 
 Bytes a parameter, with float32 moments: the device keeps 4 instead of 12, or, where parameters are
 stored in halves, 2.
@@ -36,7 +36,7 @@ def laid_out(
 ) -> Any:
   """(parameters, optimizer's state) with moments and lower halves placed in the host's memory.
 
-  Each of these that belongs to a stack becomes an `Apart`.
+  Each of these that belongs to a stack becomes an `Apart`; its last layers may stay on the device.
 
   Args:
     params, opt_state: `jax.ShapeDtypeStruct`s with NamedShardings, stacks whole.
@@ -83,7 +83,7 @@ def _away(path: Any, x: Any, kept: int) -> Any:
 def joined(tree: PyTree) -> PyTree:
   """The tree with one array [L, ...] in the host's memory in place of each `Apart`.
 
-  Works on arrays and on `jax.ShapeDtypeStruct`s. Arrays are copied by the host, and so is every
+  Works on a state's arrays and on an abstract state. Arrays are copied by the host, and so is every
   `Kept` in memory; one in a file becomes a `Pieced`, which reads it when it is asked to.
   """
   whole = lambda x: _stack(x.parts) if is_apart(x) else x.whole() if is_kept(x) else x
@@ -95,8 +95,8 @@ def divided(tree: PyTree, wanted: PyTree) -> PyTree:
 
   Args:
     tree: arrays, in the host's memory where `wanted` has an `Apart`; or traced values; or `Pieced`
-      objects from `joined`.
-    wanted: from `laid_out`; what it marks as absent is left out.
+      objects.
+    wanted: from `laid_out` or `in_files`; its marks of absent arrays stay.
   """
   absent = lambda x: isinstance(x, optax.MaskedNode)
   leaves, structure = jax.tree.flatten(wanted, is_leaf=lambda x: is_apart(x) or absent(x))

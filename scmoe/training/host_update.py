@@ -7,13 +7,13 @@
 
 Streaming moves a layer's moments to the device and back, 10 bytes a parameter each way with lower
 halves. Here the moments stay. A layer's gradients leave the device, 4 bytes a parameter, and with
-them what the device stores of the parameters, 2 bytes where that is the upper half. The host runs
-the same update on jax's CPU, in place, and sends the new upper half back, 2 bytes. So less travels,
-but the host's memory is slower than the device's: it reads and writes 28 bytes a parameter.
+them the parameters as the device stores them (upper halves, 2 bytes, or float32) and their average,
+if there is one. The host runs the same update on jax's CPU and sends the new parameters and average
+back. So less travels, but the host's memory is slower than the device's.
 
-The step is one program up to the norm of all gradients, which decides whether the step is good and
-by how much gradients are clipped. After it Python goes from layer to layer; the gradients of the
-next `ahead` layers leave the device meanwhile.
+The step is one program up to the norm of all gradients: no layer can be updated before it is known
+whether the step is good and by how much gradients are clipped. After that program Python goes from
+layer to layer; the gradients of the next `ahead` layers leave the device meanwhile.
 Source of the scheme: ZeRO-Offload (J. Ren et al., arXiv 2101.06840).
 """
 
@@ -203,8 +203,8 @@ class HostStep:
   def run(self, program: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, dict, dict]:
     """The step with its compiled program; returns when the last layer is on its way back.
 
-    The scalars have `update_seconds` too: how long the host took from the norm of the gradients to
-    there.
+    The scalars have `update_seconds` too: the seconds that the host's part took, once the norm of
+    the gradients was known.
     """
     state = self._parts.keeping(state)
     passage = self._passage(state)
@@ -227,7 +227,7 @@ class HostStep:
     return dataclasses.replace(rest, **parts), scalars, arrays
 
   def _passage(self, state: Any) -> Passage:
-    """The way of what the host keeps; from files the first layers come beside the program."""
+    """The `Passage` of a step; with files it begins to read the first layers beside the program."""
     parts = {name: getattr(state, name) for name in PARTS}
     values = jax.tree.leaves(parts, is_leaf=is_apart)
     members = lambda layer: self._parts.members(layer, self._parts.away)
@@ -235,7 +235,7 @@ class HostStep:
     return Passage(own, self.ahead, self._pool)
 
   def _updated(self, values: list[Any], left: Left, passage: Passage) -> list[Any]:
-    """The new arrays of the state, in order; those that the host keeps change in place."""
+    """The new arrays of the state, in order; a `Kept` stays and gets new values."""
     parts, values = self._parts, list(values)
     step, norm = np.asarray(left.step), np.asarray(left.norm)
     grads, layers = jax.tree.leaves(left.grads), self._layers
@@ -329,8 +329,8 @@ class _Parts:
     leaves: the arrays of the abstract state.
     near: places of the parameters (or their upper halves) and averages in the device's memory.
     away: places of arrays that the host keeps.
-    shared: places of the optimizer's counters, which belong to no layer: every one reads the old
-      ones.
+    shared: places of the optimizer's counters, which belong to no layer: the update of each layer
+      reads the old counters.
     groups: this process's devices, in groups that hold the same shards of the arrays in `away`.
   """
 
@@ -364,15 +364,15 @@ class _Parts:
     return [i for i in places if self.stacks[i] == layer.stack and layer.index < self.counts[i]]
 
   def keeping(self, state: Any) -> Any:
-    """The state with a `Kept` wherever an array belongs into the host's memory.
+    """The state with a `Kept` wherever the host keeps an array, in memory or in a file.
 
-    Arrays in pinned memory are taken over, and deleted; where `state` has `ABSENT`, there are zeros
-    to begin with.
+    Arrays in pinned memory are copied and deleted; where `state` has `ABSENT`, there are zeros to
+    begin with.
     """
     parts = {name: getattr(state, name) for name in PARTS}
     found = jax.tree.flatten(parts, is_leaf=is_apart)[0]
     absent = len(found) < len(self.leaves)
-    # `ABSENT` is no leaf: with moments absent the arrays that are there fill their places in order.
+    # `ABSENT` is no leaf: if moments are absent, the paths of the other arrays tell their places.
     names = [jax.tree_util.keystr(p) for p, _ in self._entries(parts)] if absent else []
     have = dict(zip(names, found)) if absent else {}
     own = self._entries(self.structure.unflatten(self.leaves))
@@ -386,7 +386,7 @@ class _Parts:
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_apart)
 
   def filled(self, near: dict[str, PyTree], state: Any) -> list[Any]:
-    """All arrays in order: those of `near`, and what the host keeps, from `state`."""
+    """All arrays in order: those of `near`, and from `state` those that the host keeps."""
     parts = {name: getattr(state, name) for name in PARTS}
     held = [x for x in jax.tree.leaves(parts, is_leaf=is_apart) if is_away(x)]
     here = [x for x in jax.tree.leaves(near, is_leaf=is_apart) if not is_away(x)]

@@ -34,7 +34,7 @@ class Data(Protocol):
   """The part of the training data's interface that the loop uses; for sources see `scmoe.data`."""
 
   def train(self) -> Batches:
-    """The microbatches from the beginning."""
+    """An iterator that begins with the first microbatch of training."""
     ...
 
   def fingerprint(self) -> dict[str, Any]:

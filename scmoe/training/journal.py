@@ -35,7 +35,7 @@ class Journal:
     built: options and sizes of the run.
     workdir: of the run.
     tokens_per_step: tokens of one optimizer step.
-    label: stands before every line on the console.
+    label: stands before every line that `say` prints.
   """
 
   def __init__(self, built: Trainable, workdir: Path, tokens_per_step: int, label: str = ""):

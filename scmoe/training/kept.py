@@ -55,7 +55,7 @@ class Kept:
   """One array, or one layer [1, ...] of a stack, that the host keeps.
 
   Attributes:
-    shape, dtype, sharding: of the whole array; the sharding's memory kind is the host's.
+    shape, dtype, sharding: of the array or layer; the sharding's memory kind is the host's.
     groups: which devices share a shard.
     shards: for each group its shard: an array on jax's CPU, or a `FileShard`.
   """
@@ -101,7 +101,10 @@ class Kept:
     return isinstance(self.shards[0], FileShard)
 
   def on(self, device: Any) -> np.ndarray:
-    """The values of a device's shard; a view of memory, which the next update makes invalid."""
+    """The values of a device's shard: read from its file, or a view of memory.
+
+    The next update makes a view invalid.
+    """
     shard = self.shards[self.groups.of[device]]
     return shard.read() if isinstance(shard, FileShard) else np.asarray(shard)
 
@@ -113,7 +116,7 @@ class Kept:
 
 
 def whole_stack(parts: Sequence[Kept]) -> Array | Pieced:
-  """A stack's layers as one array [L, ...], copied to pinned memory or to be read from files."""
+  """A stack's layers as one array [L, ...], copied to pinned memory or to be read from its file."""
   if not parts[0].in_file:
     return pinned_stack(parts)
   like = jax.ShapeDtypeStruct((len(parts), *parts[0].shape[1:]), parts[0].dtype)
@@ -123,7 +126,7 @@ def whole_stack(parts: Sequence[Kept]) -> Array | Pieced:
 
 
 def filed(x: Array, like: InFile) -> Pieced:
-  """An array from a checkpoint, written to its file a layer at a time; the array is given up.
+  """Writes an array to its file, a stack layer by layer, and deletes it; returns it as a `Pieced`.
 
   Args:
     x: in any memory.
@@ -146,7 +149,7 @@ def zeros_in_file(like: InFile) -> Pieced:
 
 
 def pinned_stack(parts: Sequence[Kept]) -> Array:
-  """A copy of a stack's layers as one array [L, ...] in pinned memory of the host."""
+  """A copy in pinned memory of the host: a stack's layers as one array [L, ...], or one part."""
   first = parts[0]
   shape = (sum(part.shape[0] for part in parts), *first.shape[1:]) if first.shape else ()
   join = lambda device: np.concatenate([part.on(device) for part in parts])
@@ -171,8 +174,8 @@ def is_away(x: Any) -> bool:
 def kept(leaf: Any, like: Any, groups: Groups) -> Any:
   """A leaf in the host's memory, or to lie in a file, as `Kept`, or an `Apart` of them.
 
-  Arrays with values are taken over and deleted; a `Kept` is returned as it is; a leaf of an
-  abstract state becomes zeros, as which Adam's moments begin.
+  Arrays with values are copied and deleted; a `Kept` is returned as it is; a leaf of an abstract
+  state becomes zeros, because Adam's moments begin as zeros.
 
   Args:
     leaf: of a state.

@@ -57,9 +57,11 @@ class Trainer:
     sample: such a state -> text; called after the evaluation, if a step has both. None: no samples.
     header: text printed once, before the line that says where the run begins; "": none.
     card: this start's arguments for `scmoe.training.card.write_card`; None: no card.
-    warm_start: state -> state with other parameters; called before the first step of a run that
-      finds no checkpoint in the workdir. None: such a run keeps its fresh parameters.
-    teacher: makes `TrainState.teacher` at every start, since checkpoints omit it; None: no teacher.
+    warm_start: gives a fresh state, in a checkpoint's form, other parameters or another router
+      state; called before the first step of a run that finds no checkpoint in the workdir. None:
+      such a run keeps its fresh state.
+    teacher: makes `TrainState.teacher` at every start, since checkpoints omit it; None: it stays
+      None.
   """
 
   def __init__(
@@ -152,7 +154,7 @@ class Run:
     workdir: of the run; exists.
     accumulation: microbatches of a step.
     stop, watchdog: contexts that the caller has entered.
-    label: stands before every line on the console.
+    label: see `Journal`.
   """
 
   def __init__(
@@ -177,7 +179,8 @@ class Run:
     # devices, while the step may have to be run again (`settle`).
     self.pending: tuple[int, Results, Any] | None = None
     self.batch: Batch | None = None
-    # Kinds of work, e.g. "evaluation", that `arm` has seen: later work of these compiles nothing.
+    # Kinds of work, e.g. "evaluation", that `arm` has seen; later work of a kind seen compiles
+    # nothing, unless `arm` is told of an allowance.
     self.compiled: set[str] = set()
     # Whether the lines that describe the run were printed.
     self.introduced = False
@@ -197,7 +200,7 @@ class Run:
     """Restores or initialises the state, writes config and card, and opens outputs.
 
     The newest valid checkpoint is restored, and the run goes on at its step. A run without any
-    checkpoint begins at step 0 with fresh parameters, or with those of `Trainer.warm_start`. If the
+    checkpoint begins at step 0 with a fresh state, or with that of `Trainer.warm_start`. If the
     checkpoint holds weights alone, the run begins at step 0, too, with these weights, the stored
     part of the router's state, and all else fresh. If the restored step was due for an evaluation
     that metrics.jsonl lacks, it is evaluated now.
@@ -250,8 +253,8 @@ class Run:
   def _while_read(self, meta: dict[str, Any]) -> None:
     """Describes the run and compiles, while another thread reads the arrays of a checkpoint.
 
-    Both take seconds (reading: 3 s for 4 GB; tracing and loading a kept program: 5 s), so they run
-    side by side. A run that has no step left to do, or was asked to stop, compiles nothing.
+    Reading and compiling take seconds (3 s for 4 GB; 5 s to trace and load a kept program), so they
+    run side by side. A run that has no step left to do, or was asked to stop, compiles nothing.
 
     Args:
       meta: of that checkpoint. Should its arrays prove damaged, the one before it is read instead,

@@ -7,8 +7,8 @@ so every start lowers first. For a Pallas kernel that means Mosaic's layout infe
 
     trace -> digest of jaxpr, package, jax, ... (`_key`) -> kept StableHLO, or lower it and keep it
 
-Both starts compile the exported program (`jax.export`), so at the second start jax's cache finds
-what the first compiled.
+The first start compiles the exported program (`jax.export`), too, so at a later start jax's cache
+finds it compiled.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _MOST = 2**30
 _DIGEST = 32
 # Addresses of functions, which a jaxpr's text may hold, are no part of the program.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# Environment variables that change what jax, Mosaic or XLA make of a jaxpr.
+# Names of environment variables that may change what jax, Mosaic or XLA make of a jaxpr begin so.
 _RELEVANT = ("XLA_", "JAX_", "MOSAIC_", "LIBTPU_", "NVIDIA_TF32_OVERRIDE")
-# These say how much memory jax takes and when, which changes no program.
+# Variables whose names begin so say how much memory jax takes and when, and change no program.
 _OF_MEMORY = ("XLA_PYTHON_CLIENT_", "XLA_CLIENT_")
 
 
 def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
   """`traced.lower()`, read from jax's cache folder if an earlier start kept it there.
 
-  Only programs of one GPU, without arguments in the host's memory, are kept: they hold the kernels
-  whose lowering takes seconds. All others are lowered as usual, as is a program that calls back to
-  Python, which cannot be exported. Without jax's cache folder every program is lowered as usual.
+  Only programs of one GPU, without arguments in the host's memory, are kept. All others are lowered
+  as usual, as is a program that cannot be exported, for example since it calls back to Python.
+  Without jax's cache folder every program is lowered as usual.
 
   Args:
     step: a `jax.jit`-ed function or a `HostStep`, whose program is lowered as usual.
@@ -90,7 +90,7 @@ def _is_gpu(sharding: Any) -> bool:
 
 
 def _key(traced: Any) -> str:
-  """The name under which a traced program's lowered form is kept: 32 hexadecimal digits.
+  """The part of a kept file's name that tells a traced program: 32 hexadecimal digits.
 
   They are a digest of the jaxpr and its constants, argument types and compiler options, this
   package's code, the versions of jax and jaxlib, the kind of device, and environment variables

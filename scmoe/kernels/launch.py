@@ -18,7 +18,7 @@ _chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("chosen", default
 
 @contextlib.contextmanager
 def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
-  """Inside this context Pallas' GPU interpret mode simulates kernels on a CPU; for tests.
+  """Inside this context Pallas simulates on a CPU the kernels that `compiled` builds; for tests.
 
   Args:
     params: the interpret mode's parameters, from `compat.gpu_interpret_params`.
@@ -72,8 +72,8 @@ def has_kernels(device: Any) -> bool:
 def without_kernels() -> Iterator[None]:
   """Inside this context every automatic choice between a kernel and XLA is for XLA.
 
-  The kernels here have no batching rule, and cuDNN's attention has none for a mask: a program under
-  `jax.vmap` cannot have them.
+  A program under `jax.vmap` needs this context: the kernels here have no batching rule, and jax's
+  rule for cuDNN's attention fails with a mask of one head for all (`layers.dot_product`).
   """
   token = _chosen.set(False)
   try:
@@ -83,7 +83,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def runs_ptx() -> bool:
-  """Whether kernels with inline PTX run: `has_kernels` of the first device, and no simulation.
+  """Whether kernels written wholly in PTX run: the first device `has_kernels`, and no simulation.
 
   False inside `without_kernels`.
   """
@@ -93,8 +93,8 @@ def runs_ptx() -> bool:
 def resolve_num_sms(num_sms: int | None) -> int:
   """The number of CTAs to launch: `num_sms`, or by default one for every multiprocessor.
 
-  Inside `interpreted` the simulated GPU's multiprocessors count. Otherwise those of the first
-  device count; they are taken to be 132 if it is no GPU or does not report a number.
+  Inside `interpreted` these are the simulated GPU's multiprocessors, otherwise those of the first
+  device (taken to be 132 if it is no GPU or does not report their number).
   """
   if num_sms is not None:
     return num_sms
@@ -108,7 +108,8 @@ def compiled(body, **options: Any):
   """Builds a kernel with Pallas' warpgroup semantics and approximate math functions.
 
   Inside `interpreted` the kernel is simulated. So a jitted program with a kernel takes
-  `interpretation()` as a static argument, unless the kernel needs PTX and is never simulated.
+  `interpretation()` as a static argument or in one, unless its kernel is never simulated, because
+  it needs PTX.
 
   Args:
     body: the kernel's function.
@@ -129,7 +130,8 @@ def compiled(body, **options: Any):
 def varying_as(x: jax.Array, made: Any) -> Any:
   """A kernel's results `made`, marked as varying over the same mesh axes as the kernel's input x.
 
-  `jax.shard_map` checks these marks (`check_vma`), and the results of a kernel lack them.
+  `jax.shard_map` checks these marks unless `check_vma` is False, and the results of a kernel lack
+  them.
   """
   axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying))
   return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), made) if axes else made

@@ -1,6 +1,6 @@
-"""PTX, NVIDIA's assembly language, as functions that each write one instruction, or a few of them.
+"""PTX, NVIDIA's assembly language, in steps: most functions here write one instruction each.
 
-The kernels that `scmoe.kernels.inline` embeds are lists of such steps. A *register* is named by a
+The programs that `scmoe.kernels.inline` embeds are lists of such steps. A *register* is named by a
 string, and so is an operand of the inline code, `$0`. A *predicate* is a register of one bit;
 `only_if="yes"` makes a step depend on the predicate `yes`, and `only_if="!yes"` on its opposite.
 Numbers have 32 bits and a sign, except where a function says otherwise. Addresses in global memory
@@ -253,7 +253,7 @@ def byte_distance(to: str, index: str, size: int, *, unsigned: bool = False) -> 
 
 
 def advance(to: str, base: str, distance: str | int) -> str:
-  """to = base + distance, of addresses in global memory."""
+  """to = base + distance: the address `distance` bytes after `base`, in global memory."""
   return f"add.s64 {to}, {base}, {distance};"
 
 

@@ -5,9 +5,9 @@
 
     M  rows at hand      K  copies of each      D  width      R  rows of the result      G  groups
 
-A warp brings a row to shared memory, and K of the warp's lanes each send the row to one of the
-row's places by bulk copies (`cp.async.bulk`, PTX ISA 8.x). The warp's next rows are on their way
-meanwhile.
+A warp brings a row to shared memory. For each of the row's places, at most K, another lane of the
+warp sends the row there by a bulk copy (`cp.async.bulk`, PTX ISA 8.x). The warp's next rows are on
+their way meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ X, PLACES = "$0", "$1"
 
 
 def fits(row_bytes: int, num_copies: int) -> bool:
-  """Whether rows have 1 to 22,222 bytes, for two stages a warp, and at most 32 places each."""
+  """Whether rows have 1 to 22,222 bytes (at least two stages a warp) and at most 32 places each."""
   return 0 < row_bytes <= _ROOM // (2 * WARPS + 1) and num_copies <= LANES
 
 

@@ -28,10 +28,10 @@ def block_sparse_ffn(
   """The experts' network through block-sparse products; arguments and result as in `expert_ffn`.
 
   The experts' activations are one matrix [rows, all experts' hidden units], in which a row has its
-  own expert's blocks. It is slower than `expert_ffn`: it gathers the rows first, stores the
-  pre-activations as blocks, and fuses nothing. It uses the activation and the backend of `config`,
-  and ignores the other fields. For hidden widths that 128 does not divide, XLA computes the
-  products whatever the backend.
+  own expert's blocks. This function is slower than `expert_ffn`: it gathers the rows first, stores
+  the pre-activations as blocks, and fuses no step into a product. It uses the activation and the
+  backend of `config`, and ignores the other fields. For hidden widths that 128 does not divide, XLA
+  computes the products with every backend that does not raise.
 
   Raises:
     ValueError: shapes disagree, or the activation or backend is unknown or does not fit.

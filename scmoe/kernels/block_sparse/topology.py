@@ -4,8 +4,8 @@
 
 The format is MegaBlocks' hybrid blocked CSR-COO (arXiv 2211.15841): row offsets and the column of
 each block as in CSR, the row of each block as in COO, and transpose indices. By the transpose
-indices, a product with the transposed matrix reads the same values in another order, so no
-transposed matrix is stored.
+indices, a product with the transposed matrix reads the same values in another order, so the format
+stores them once.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ from scmoe.kernels.grouped_matmul.layout import GroupLayout
 class Topology:
   """Positions of the Z blocks of a block-sparse matrix.
 
-  Row order sorts the blocks by block row, and column order by block column, then by block row.
+  Row order sorts the blocks by block row, then by block column. Column order sorts them by block
+  column, then by block row.
 
   Attributes:
     row_indices: int32 [Z], block row of each block, in row order.

@@ -9,9 +9,9 @@ before. Here one kernel does all three (`attention_kernel`). To use all multipro
 CTAs can share the cache of a head. Each leaves the result of its part of the cache; together these
 are a `PartialAttention`. The next kernel joins them when it reads them, or XLA does (`joined`).
 
-The same kernel can also finish the projections, `PartialProjections`: it adds up the partial sums
-that `linear.sums` leaves, rotates queries and keys, and writes the cache's new row. XLA needs three
-kernels for that, each for a few thousand numbers.
+For a single row the same kernel can also finish the projections, `PartialProjections`: it adds up
+the partial sums that `linear.sums` leaves, rotates queries and key if asked to, and writes key and
+value to the cache. XLA needs three kernels for that, each for a few thousand numbers.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def attend_cache(
 
   Args:
     q_RHN: the queries of each row's token, of shapes and a dtype that the kernel `takes`.
-    k_RTKN, v_RTKN: the rows' caches, in the queries' dtype. Past a row's position values have
-      weight 0, but must be finite.
+    k_RTKN, v_RTKN: the rows' caches, in the queries' dtype. Values that a row's token does not see
+      have weight 0, but must be finite.
     position_R: int32, position of each row's token, whose key and value the cache holds.
     scale: factor of the scores.
     window: positions that a token sees, itself included; 0: all.
@@ -112,7 +112,7 @@ def attend_pages(
       pool as cache: so a page has a multiple of 64 positions.
     k_GTKN, v_GTKN: the pool's G pages of T positions, in the queries' dtype.
     page_RP: int32, the pages that hold positions 0 to T - 1, T to 2 T - 1, ... of each row; any
-      number for pages that lie past the row's position.
+      number for a page of which the row's token sees nothing.
     last_R: int32, position of each row's token; -1 for a row without one.
     scale, window: as for `attend_cache`.
 
@@ -351,6 +351,6 @@ def _parts(length: int, heads: int, blocks: int) -> int:
   Args:
     length: T.
     heads: R K, heads of keys of all rows.
-    blocks: blocks that a CTA should read.
+    blocks: the most blocks that a CTA should read.
   """
   return max(min(-(-length // (blocks * BLOCK)), resolve_num_sms(None) // heads), 1)

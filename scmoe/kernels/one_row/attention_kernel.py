@@ -11,8 +11,10 @@ a worker. The workers of one row's head of keys take turns at the head's blocks:
 the blocks of one CTA's workers, not a run of positions. A worker keeps a running softmax over its
 blocks (the online form of Milakov and Gimelshein, arXiv 1805.02867).
 
-    1  Begin to copy the queries and each worker's first two blocks to shared memory.
-    2  If projections come as partial sums: add them up and rotate them while the blocks arrive.
+    1  Begin to copy the queries, if they are finished, and each worker's first two blocks to
+       shared memory.
+    2  If projections come as partial sums: add them up, and rotate queries and key if asked to,
+       while the blocks arrive.
     3  Write the G queries into the rows of one tile.
     4  For each block: scores, softmax weights and the weighted sum of values, by two products.
     5  Write the token's own key and value into the cache, if stage 2 made them.
@@ -22,7 +24,7 @@ blocks (the online form of Milakov and Gimelshein, arXiv 1805.02867).
 The rows' caches can be pages of a common pool. Then the kernel reads from a table where each block
 lies, and reads only blocks that the token sees.
 
-Most rows of a matrix instruction hold no query of their own. The kernel still uses this
+Of a matrix instruction's 64 rows only G hold queries, often few. The kernel still uses this
 instruction, because it also adds up across the warps of a warpgroup. A sum of vectors would add up
 across warps through shared memory that all warpgroups of a CTA have in common.
 """
@@ -211,7 +213,7 @@ class _Cta:
   def copies_only_seen(self) -> bool:
     """Whether even the first copies are only of blocks that the token sees.
 
-    With pages no others may be copied, since a row has no page for them.
+    With pages no others may be copied, since a row may have no page for them.
     """
     return bool(self.shape.window or self.shape.page)
 

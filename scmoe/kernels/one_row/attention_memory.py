@@ -76,14 +76,14 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Global:
-  """References in global memory; row 0's heads and cache positions lie before those of row 1.
+  """References in global memory; row 0's heads, and without pages its cache, precede row 1's.
 
   Attributes:
     queries: [R H, N]; None if `sums` is given.
     sums: float32 [parts of the sum, (H + 2 K) N], partial sums of queries, keys and values; None if
       `queries` is given.
     turn: float32 [2, N/2], sine and cosine; None without a rotation.
-    position: int32 [R]; with pages -1 for a row without a token.
+    position: int32 [R], of each row's token; with pages -1 for a row without a token.
     pages: int32 [R, T / `Shape.page`], the pages of each row; None without pages.
     keys, values: [R T, K, N]; with pages those of the whole pool, one page after the other.
     y: the result, [R H, N]; with several parts of a cache, each part's sums, float32 [P, R H, N].
@@ -108,14 +108,14 @@ class Shared:
   """References in shared memory, and barriers; `shared_types` gives their types in this order.
 
   Attributes:
-    in_out: [M, N], queries on their way in; the result on its way out.
+    in_out: [M, N], finished queries on their way in; with one part the result on its way out.
     queries: [M, N], the tile that products read.
     shares: [warpgroups, M, B], softmax weights of a block.
     keys, values: [warpgroups, stages, B, N], blocks of the cache.
     y, most, weight: float32 [M, N], [M] and [M], a running softmax that another warpgroup reads, or
-      that leaves the CTA. With one part and one warpgroup it is not used, and y is [1, N].
-    query_rows: [G N], the finished queries.
-    key_row, value_row: [N], the token's own key and value.
+      that leaves the CTA. With one part and one warpgroup they are not used, and y is [1, N].
+    query_rows: [G N], with `Shape.partial` the queries that the kernel has finished.
+    key_row, value_row: [N], with `Shape.partial` the token's own key and value.
     queries_arrived: the copy of the queries is done.
     block_arrived: [warpgroups, stages], the copies of a block's keys and values are done.
     everyone: all warpgroups of the CTA have arrived.

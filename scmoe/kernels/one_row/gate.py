@@ -31,9 +31,9 @@ _HELD = 128  # The most weights that a thread holds.
 def shares(width: int, num_experts: int) -> int:
   """P, the number of CTAs that share the row; 0 if the kernel does not take these sizes.
 
-  P is the largest power of 2 up to 64 for which D / P is a multiple of 128. The kernel needs E to
-  be a multiple of 8 up to 256, and at most 128 weights for each of a CTA's 128 threads. For example
-  D = 2048 and E = 64: P = 16, and a thread holds 128 · 64 / 128 = 64 weights.
+  P is the largest power of 2 up to 64 for which D / P is a multiple of 128. The kernel needs D to
+  be a multiple of 128, E a multiple of 8 up to 256, and at most 128 weights for each of a CTA's 128
+  threads. For example D = 2048 and E = 64: P = 16, and a thread holds 128 · 64 / 128 = 64 weights.
   """
   for parts in (64, 32, 16, 8, 4, 2, 1):
     rows = width // parts
@@ -47,7 +47,7 @@ def sums_under_norm(row: Normalised, gate_DE: Array) -> tuple[Array, Array]:
   """The normalised row y, [1, D] in the dtype of the row given, and partial sums of y · gate.
 
   The partial sums are float32 [64, E]; their sum over the first axis is the product. `shares` must
-  not be 0 for the sizes. Not differentiable.
+  not be 0 for the sizes, and the norm's kernel must take the row. Not differentiable.
   """
   return _sums(row, gate_DE, simulation=interpretation())
 

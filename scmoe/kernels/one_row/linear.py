@@ -84,7 +84,7 @@ class ComputedRow(Protocol):
 def products(
   row: Array | ComputedRow, matrices: Sequence[Array], *, backend: str = "auto"
 ) -> list[Array] | None:
-  """x · W for several W in one kernel; None where the kernel does not take them or does not run.
+  """x · W for one W or more in one kernel; None where it does not take them or does not run.
 
   It takes a single row of 16-bit floats. D must be a multiple of 128 and each N of 256, or D of 64
   and each N of 512, or D of 32 and each N of 1024 (`matrix_vector.split`). XLA first computes a

@@ -1,14 +1,14 @@
-"""The product of one row and a matrix, as the kernels of a single row compute it.
+"""The product of one row and a matrix, as the kernels of `experts` and `linear` compute it.
 
     P  parts of a sum      K, N  contracted and other width of a product
 
 With a single row a product takes as long as reading the weights, so these kernels are made to read
 at the memory's full speed. They do not use tensor cores, which multiply 64 rows at once. Every CTA
 takes some rows of the matrix and a piece of 256, 512 or 1024 columns. Every thread multiplies its
-columns by the row's numbers and adds up in registers; only the warpgroups' totals go through shared
-memory.
+columns by the row's numbers and adds up in registers; of the sums only the warpgroups' totals go
+through shared memory.
 
-The kernel that reads the product adds up the CTAs' partial sums. For example K = 2048 in P = 4
+Whatever reads the product adds up the CTAs' partial sums. For example K = 2048 in P = 4
 parts and pieces of 256 columns: each CTA reads 512 rows of its piece, each of its 4 warpgroups 128
 rows, and each thread 2 columns, with loads of 32 rows in flight. The narrower the pieces, the more
 pieces there are: fewer parts then suffice to use all multiprocessors, so a column has fewer partial
@@ -133,7 +133,7 @@ def place():
 
 
 def one_of(expert, matrices):
-  """An expert's index, clipped to those that `matrices` has; callers drop a clipped one's sums."""
+  """An expert's index, clipped to those of `matrices`; `experts` drops what a clipped one gives."""
   return jnp.clip(expert, 0, matrices.shape[0] - 1)
 
 

@@ -25,11 +25,12 @@ _MULTIPLE = 256  # D is a multiple of this: two numbers for each thread of a war
 def takes(x_BD: Array, backend: str = "auto") -> bool:
   """Whether the kernel runs for x.
 
-  It takes one row of 16-bit floats, with D a multiple of 256 and at most 8192, where the backend is
-  the kernels'.
+  It takes one row of 16-bit floats, with D a multiple of 256 and at most 8192, where `backend`
+  stands for the kernels (`resolve_backend`).
 
   Raises:
-    ValueError: for such a D, the backend is unknown or "mosaic_gpu" cannot take the type of x.
+    ValueError: for one row of such a D, the backend is unknown or "mosaic_gpu" cannot take the type
+      of x.
   """
   width = x_BD.shape[-1]
   fits = x_BD.size == width and width % _MULTIPLE == 0 and width <= _WIDEST
@@ -104,7 +105,7 @@ class Normalised:
     return (self.x_BD.reshape(1, -1), *self.norm.arrays)
 
   def takes(self, rows: int, backend: str) -> bool:
-    """Whether the norm's kernel takes the whole row; a part can have any length."""
+    """Whether the norm's kernel takes the whole row; the length of a CTA's part plays no role."""
     del rows
     return takes(self.x_BD, backend)
 

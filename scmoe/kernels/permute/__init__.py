@@ -1,4 +1,4 @@
-"""The permutation between tokens' choices and experts' rows: functions that build and use it."""
+"""Which choice of a token fills which row of a buffer, and functions that move such rows."""
 
 from scmoe.kernels.permute.permutation import (
   Permutation,

@@ -8,9 +8,9 @@ one choice each, for experts 1, 0 and 1, and a buffer of two rows for each of tw
     row_TK  = [[2], [0], [3]]       token 0 stands in row 2, token 1 in row 0, token 2 in row 3
     copy_R  = [1, -1, 0, 2]         rows 0, 2 and 3 hold choices 1, 0 and 2
 
-Rows move into the buffer and back, and so do their gradients, by gathers: by `row_TK`, or by
-`copy_R` and `token_R`. There is no scatter-add and no atomic, so results do not depend on the order
-in which a GPU runs its blocks.
+`gather_rows`, `weigh_rows`, `sum_rows` and `sum_chunks` compute results and gradients by gathers:
+by `row_TK`, or by `copy_R` and `token_R`. They need no scatter-add and no atomic, so results do not
+depend on the order in which a GPU runs its blocks.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
   """Each choice's position among those of its expert, and how many choices each expert has.
 
   A position is the number of earlier choices, in the order of the array, of the same expert. On
-  Hopper a kernel computes positions and counts if it takes the sizes (`positions`). Elsewhere XLA
-  compares the choices of a block of 32 with each other, and adds up the counts of the blocks before
-  it. A sort or a scatter would be slower: it takes many short steps that wait for each other.
+  Hopper a kernel computes positions and counts if it takes the sizes (`positions`). Otherwise XLA
+  compares the choices of each block of 32 with each other, and adds the counts of earlier blocks. A
+  sort or a scatter would be slower: either takes many short steps that wait for each other.
 
   Worked example: five tokens that chose the experts 0, 2, 0, 0, 2 of three have the positions 0, 0,
   1, 2, 1; the counts are 3, 0, 2.
@@ -210,8 +210,8 @@ def _sum_copies(
 ) -> Array:
   """`sum_copies` for a buffer in several arrays: `chunks`, and in `rows` the row_TK of each.
 
-  Each k is a term of its own, so that XLA fuses K gathers into one loop and makes no [T, K, D]
-  array.
+  Each k of each array is a term of its own, so that XLA fuses the gathers into one loop and makes
+  no [T, K, D] array.
   """
   wide = jnp.promote_types(chunks[0].dtype, jnp.float32)
   tokens, choices = rows[0].shape
@@ -267,8 +267,8 @@ weigh_rows.defvjp(_weigh_rows_fwd, _weigh_rows_bwd)
 def sum_rows(rows_RD: Array, weight_TK: Array | None, permutation: Permutation) -> Array:
   """y[t] = Σ_k weight[t, k] · rows[row[t, k]]; a choice without a row adds exactly 0.
 
-  Sums are in float32 (or wider), in the order of k; the result has the rows' type. Without weights
-  (None) all are 1.
+  Sums are in float32 (or wider), in the order of k; the result has the rows' type. None stands for
+  weights of 1.
   """
   return sum_chunks((rows_RD,), weight_TK, (permutation,))
 

@@ -9,8 +9,8 @@
    the earlier choices of the same expert in the warp's own run.
 2. Each block replaces the counts of each of its warps by the sum of the counts of the block's warps
    before that one, and keeps the sum over all its warps.
-3. Each block adds up the sums of the blocks before it. The first block also adds up all blocks: the
-   counts of the experts.
+3. Each block adds up the sums of the blocks before it. The first block also writes the sums over
+   all blocks: the counts of the experts.
 4. Every warp walks its run once more and adds to each position the counts of the warps and blocks
    before it.
 
@@ -227,7 +227,7 @@ class _Program:
     )
 
   def read(self, j: int) -> str:
-    """id{j} = the expert of the j-th choice that the lane reads now; `num_experts` if none."""
+    """is{j} = whether the lane now reads a j-th choice; id{j} = its expert, E without a choice."""
     return ptx.lines(
       [
         ptx.add("t", "index", _LANES * j),
@@ -238,7 +238,7 @@ class _Program:
     )
 
   def agree(self, j: int, bit: int) -> str:
-    """Removes from `same` lanes whose expert differs from this lane's in `bit`, a power of 2."""
+    """Removes from `same` the lanes whose id{j} differs from this lane's in `bit`, a power of 2."""
     return ptx.lines(
       [
         ptx.bit_and("t", f"id{j}", bit),

@@ -8,9 +8,9 @@ def tile_rows_reference(
 ) -> tuple[np.ndarray, np.ndarray, int]:
   """Each choice's row (-1: no expert), each expert's row count, and the total with padding.
 
-  Experts lie one after the other, each padded to whole tiles. An expert's number of rows leaves the
-  padding out; the number of rows in use includes it. Among an expert's rows, all first choices come
-  before all second ones; first choices are in the order of their tokens, and so on.
+  Experts lie one after the other, each padded to whole tiles. An expert's row count leaves the
+  padding out. Among an expert's rows, all first choices come before all second ones; first choices
+  are in the order of their tokens, and so on.
   """
   tokens, choices = expert_TK.shape
   sizes_E = np.zeros(num_experts, np.int64)

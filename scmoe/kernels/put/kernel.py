@@ -3,9 +3,10 @@
     M  rows at hand      K  copies of each      D  width      R  rows of every device's result
     W  ranks: the devices of one mesh axis      G  groups of a tiled result
 
-A warp copies a row to shared memory. Then K of the warp's lanes each send the row to one of the
-row's K places, on whichever device, by PTX's bulk copies (`cp.async.bulk`). NVLink carries the
-bytes, and no rank waits for a buffer to be packed. Devices wait for each other at two points only.
+A warp copies a row to shared memory. Then, for each of the row's places, at most K, another lane of
+the warp sends the row there, on whichever device, by a bulk copy of PTX (`cp.async.bulk`). NVLink
+carries the bytes between devices, and no rank waits for a buffer to be packed. Devices wait for
+each other at two points only.
 Before the kernel starts, XLA waits until every device's stream has reached it: by then all results
 are allocated, and no device still reads what their memory held before. At the kernel's end, block b
 signals to block b of every rank that all rows that it sent have arrived, and waits for a signal
@@ -40,7 +41,7 @@ from scmoe.kernels.row_copier import (
   stages_of,
 )
 
-BLOCKS = 32  # Thread blocks by default, each on a multiprocessor of its own.
+BLOCKS = 32  # Thread blocks by default.
 _SENDING = 4  # Of a warp's 8 stages, those that outgoing copies may read while the warp goes on.
 _COPIED = 16  # A bulk copy moves a multiple of so many bytes.
 _ADDRESS = 8  # Bytes of an address in global memory.
@@ -102,7 +103,7 @@ def put_rows_kernel(
 
   def body(*refs):
     *inputs, out, shared, signals = refs
-    tags = inputs.pop() if tagged else out  # without tags the program does not use this operand
+    tags = inputs.pop() if tagged else out  # without tags a stand-in: the program writes no tags
     far = lambda ref: [plgpu.remote_ref(ref, cast(Any, {axis: rank})) for rank in range(ranks)]
     everywhere = [*far(out), *far(tags), *far(signals)]
     inline.run(text, [*inputs, out, tags, signals, *everywhere], [shared])
@@ -235,7 +236,7 @@ class _Program(RowCopier):
     """Finds the numbers of thread, lane, warp and block, and the addresses in shared memory.
 
     mine, barriers = this warp's stages and their barriers; zeros = the row of zeros; addresses =
-    the three addresses of every rank.
+    the three addresses of every rank. Also sets constants: nothing = 0, nobody = -1, one = 1.
     """
     return ptx.lines(
       [

@@ -37,12 +37,12 @@ def put_rows(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Sends each row to its places on any rank; returns the rows and tags that arrive here.
 
-  Every device of the axis calls this function. It is not differentiable. On a Hopper GPU one kernel
-  writes into the GPUs' memory; elsewhere every rank gathers all rows and picks those with places in
-  its own result, at W times the memory.
+  Every device of the axis calls this function. It is not differentiable. On Hopper (`runs_ptx`) one
+  kernel writes into the GPUs' memory. Elsewhere every rank gathers the rows of all ranks, for which
+  it needs memory, and keeps those with places in its own result.
 
   Args:
-    x_MD: this device's rows.
+    x_MD: this device's rows; on Hopper of sizes that the kernel `takes`.
     place_MK: int32, the place of each copy; a number outside [0, W·R) is no place.
     num_rows: R.
     axis: the mesh axis.

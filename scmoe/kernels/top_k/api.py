@@ -2,8 +2,8 @@
 
     T  tokens      D  model width      E  experts      K  experts per token
 
-A float32 gate on bfloat16 tokens needs no float32 product: on Hopper that takes 15 times as long as
-a bfloat16 product. For the kernel for many tokens, each float32 weight is written as the sum of
+A float32 gate on bfloat16 tokens needs no float32 product, which on Hopper takes 15 times as long
+as a bfloat16 product. For the kernel for many tokens, each float32 weight is written as the sum of
 three bfloat16 numbers, its *terms* (8 bits of significand each, 24 in all). The tokens are bfloat16
 already. The matrix unit forms the products of two bfloat16 numbers exactly, and adds them up in
 float32.
@@ -36,8 +36,8 @@ class GateOutput(NamedTuple):
     logits_TE: float32 (float64 for float64 tokens).
     expert_TK: int32, the experts with the largest logits, best first.
     share_TK: the probabilities of the experts in `expert_TK` (softmax over all E logits), in the
-      logits' type. None unless there is a single token and the kernel for it runs here; XLA also
-      gives them where it computes in that kernel's place, because a gradient is asked for.
+      logits' type. None unless the kernel for a single token takes the token and runs here; if a
+      gradient is asked for, XLA computes them in its place.
   """
 
   logits_TE: Array
@@ -68,7 +68,7 @@ class PartialLogits(NamedTuple):
 def gate_under_norm(
   row: Normalised, gate_DE: Array, *, fp32: bool = True, backend: str = "auto"
 ) -> PartialLogits | None:
-  """A normalised token and its product with a gate, by one kernel; None if that does not run.
+  """A normalised token and its product with a gate, by one kernel; None if it does not run.
 
   Where a gradient is asked for, XLA computes the result and the gradient.
 
@@ -79,8 +79,8 @@ def gate_under_norm(
     backend: "auto" (the kernel where it runs), "mosaic_gpu" or "xla" (the result is None).
 
   Returns:
-    The normalised token and the logits' partial sums; None if the kernel does not take these sizes
-    or does not run here.
+    The normalised token and the logits' partial sums; None if the kernel does not take the token or
+    the gate, or does not run here.
 
   Raises:
     ValueError: for sizes that the kernel takes, the backend is unknown or "mosaic_gpu" cannot take
@@ -148,8 +148,8 @@ def gate_top_k(
     Logits and experts; `share_TK` is None unless the kernel for a single token takes the token.
 
   Raises:
-    ValueError: k is not in [1, E]; or, for sizes that a kernel takes, the backend is unknown or
-      "mosaic_gpu" cannot take the type of a single token.
+    ValueError: k is not in [1, E]; or, for sizes that a kernel takes (for many tokens: and types),
+      the backend is unknown or "mosaic_gpu" cannot take the type of a single token.
   """
   num_experts = gate_DE.shape[1]
   if not 1 <= k <= num_experts:
@@ -226,11 +226,11 @@ def _gate_top_k_fwd(x_TD, gate_DE, static):
 def _gate_top_k_bwd(static, residuals, cotangents):
   """Gradients of tokens and weights, by products of 16-bit terms (see the top of this file).
 
-  For a float32 gate the terms are bfloat16, since a float32 product takes 15 times as long. The
-  gradient of its weights is float32, so it takes all three terms of dlogits. The gradient of the
-  tokens is rounded to bfloat16's 8 bits: two terms of dlogits and two of the weights are enough,
-  and of the four products of these the three largest. A gate that the forward pass multiplies in
-  the tokens' type has one term, and then dlogits is rounded to one term, too.
+  With `fp32` a float32 gate has three bfloat16 terms, since a float32 product takes 15 times as
+  long. The gradient of its weights is float32, so it takes all three terms of dlogits. The gradient
+  of the tokens is rounded to bfloat16's 8 bits: two terms of dlogits and two of the weights are
+  enough, and of the four products of these the three largest. Where the gate has one term, in the
+  tokens' type, dlogits is rounded to one term, too.
   """
   (x_TD, gate_DE), dlogits_TE, terms = residuals, cotangents[0], static[1]
   dlogits = split_terms(dlogits_TE, terms, x_TD.dtype)

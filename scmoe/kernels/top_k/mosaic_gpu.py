@@ -5,7 +5,7 @@
 XLA launches several kernels for the product and the choice, and their launches can cost more than
 their work. This kernel chooses the experts while the logits are still in registers. Every tile of
 tokens reads all terms of the gate (see `api`). The terms of a float32 gate have more bytes than the
-tile's tokens, so the two CTAs of a pair share one copy of the terms.
+tile's tokens, so each of the two CTAs of a pair loads half of the terms for both.
 """
 
 import dataclasses

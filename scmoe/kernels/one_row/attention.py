@@ -55,7 +55,7 @@ def takes(q_BSHN: Array, k_BTKN: Array, v_BTKM: Array, backend: str = "auto") ->
 
   It needs one token per row, one 16-bit float type for all, heads of width 64 or 128, keys and
   values of equal shape with a length that is a multiple of 64, at most 64 query heads per key head,
-  and the kernels' backend.
+  and a `backend` that stands for the kernels (`resolve_backend`).
 
   Raises:
     ValueError: for such sizes, the backend is unknown or "mosaic_gpu" cannot take the type.

@@ -33,7 +33,7 @@ class Shape:
     warpgroups: warpgroups of a CTA.
     dtype: of queries and caches.
     scale: factor of the scores.
-    window: positions that a token sees, itself included; 0: all.
+    window: how many positions a token sees, its own the last; 0: all up to its own.
     partial: whether the projections come as partial sums. The kernel then adds these up, and writes
       the token's key and value to the cache, which does not hold them yet.
     rotated: whether the kernel, with `partial`, also rotates the queries and the key by the angles

@@ -75,7 +75,7 @@ def split(
 
   Args:
     width, out_width: K and N.
-    choices: C, matrices that are multiplied at once, one for each choice of an expert.
+    choices: C, choices of an expert whose products run at once; 1 for a dense matrix.
     num_sms: multiprocessors.
     multiple: the rows of a part are a multiple of this, and of the rows that the CTA's four
       warpgroups load ahead.

@@ -4,11 +4,11 @@
 
 A layer computes `a = act(h)` from one pre-activation, or `a = act(gate) * up` from two (the gated
 kinds). In `clamped_swiglu`, the kind of GPT-OSS, a function of `up` stands in place of `up`. Kinds
-differ only in these scalar functions, so one table of them serves the dense layers, the reference,
-the XLA path and the kernels' epilogues.
+differ only in the gate and in these scalar functions, so one table serves the dense layers, the
+reference, the XLA path and the kernels.
 
-`gelu` is the tanh form, as in `jax.nn.gelu(approximate=True)` and in GPT-2; `gelu_exact` is the
-definition, h · Φ(h).
+`gelu` and `geglu` have the tanh form of GELU, as in `jax.nn.gelu(approximate=True)` and in GPT-2;
+`gelu_exact` is the definition, h · Φ(h), with the normal distribution's Φ.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Activation:
 
   Attributes:
     name: what the user writes.
-    gated: whether the layer has a gate and an up projection.
+    gated: whether the layer has a gate beside its up projection.
     value: h -> act(h), in the type of h.
     value_and_derivative: h -> (act(h), act'(h)). jax's derivative of `value` is this act', too,
       except in a `kernel_form`, which nobody differentiates by jax.
@@ -109,8 +109,7 @@ def _gelu_inner_grad(h):
 
 
 def _gelu(h):
-  # A sigmoid stands for 0.5 + 0.5 · tanh: XLA's tanh is a polynomial, and below zero the sum would
-  # cancel.
+  # A sigmoid stands for 0.5 + 0.5 · tanh: below zero that sum would cancel.
   return h * jax.nn.sigmoid(2.0 * _gelu_inner(h))
 
 
@@ -135,7 +134,7 @@ _SQRT_2_PI = math.sqrt(2.0 * math.pi)
 
 
 def _gelu_exact(h):
-  # Not 1 + erf: below zero that would cancel, with errors of a tenth of the value in bfloat16.
+  # erfc stands for 1 + erf: below zero that sum would cancel.
   return 0.5 * h * jax.lax.erfc(-_SQRT_HALF * h)
 
 
@@ -187,9 +186,9 @@ def _relu2_grad(h):
 def clamped(x: jax.Array, low: float | None, high: float) -> jax.Array:
   """x, but at least `low` (None: no lower bound) and at most `high`; NaN stays NaN.
 
-  The derivative at a bound is 1, as that of `torch.clamp` is, with which the released models were
-  trained; that of `jax.numpy.clip` is 1/2 there. Values on a bound are common in bfloat16, whose
-  numbers near 7 are 1/32 apart.
+  The derivative at a bound is 1, as that of `torch.clamp` is; that of `jax.numpy.clip` is 1/2
+  there. Values on a bound are common in bfloat16: near 7, GPT-OSS's bound, its numbers are 1/32
+  apart.
   """
   x = jnp.where(x > high, jnp.full_like(x, high), x)
   return x if low is None else jnp.where(x < low, jnp.full_like(x, low), x)
@@ -249,12 +248,12 @@ _ACTIVATIONS = {
 
 
 def kernel_form(activation: Activation) -> Activation:
-  """The same function, or a close approximation, in a form that is faster in a kernel's epilogue.
+  """The same function, or a close approximation, in a form that Mosaic lowers to a fast kernel.
 
-  Mosaic can lower this form. The special-function unit limits an epilogue. It has tanh as one
-  instruction, where the usual sigmoid takes two (exponential and reciprocal). Mosaic cannot lower
-  erf, so the exact GELU becomes an approximation with an error below 1e-6 · max(1, |h|). Nor can
-  Mosaic lower functions with a custom derivative, such as `jax.nn.relu`.
+  The special-function unit limits an epilogue. It has tanh as one instruction, where the usual
+  sigmoid takes two (exponential and reciprocal). Mosaic cannot lower erfc, so the exact GELU
+  becomes an approximation with an error below 1e-6 · max(1, |h|). Nor can Mosaic in jax 0.10 lower
+  functions with a custom derivative, such as `jax.nn.relu`.
   """
   fast = {
     _silu: (_fast_silu, _fast_silu_grad),

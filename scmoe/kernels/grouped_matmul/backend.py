@@ -18,13 +18,13 @@ MODULES = {
   "xla": "scmoe.kernels.grouped_matmul.xla",
 }
 EXPERT_BACKENDS = ("auto", *MODULES)
-BACKENDS = (*EXPERT_BACKENDS, "reference")  # of single products: `grouped_matmul`
+BACKENDS = (*EXPERT_BACKENDS, "reference")  # for a single product, such as `grouped_matmul`
 
 _log = logging.getLogger(__name__)
 
 
 def widths_have_kernels(dtype, *widths: int) -> bool:
-  """Whether the kernels take operands of this type and these widths: 64 must divide each width.
+  """Whether the kernels take this type and these widths: positive multiples of 64.
 
   Args:
     dtype: type of the operands; the kernels take bfloat16 and float16.
@@ -82,7 +82,7 @@ def resolve_backend(backend: str, dtype, *widths: int) -> str:
 
 
 def implementation(backend: str) -> ModuleType:
-  """The module with the functions on tiles of a backend that `resolve_backend` has returned.
+  """The module of a backend: its functions on tiles.
 
   Args:
     backend: a word of `MODULES`.

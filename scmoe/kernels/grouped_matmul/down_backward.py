@@ -2,11 +2,12 @@
 
     R  rows of the tiles      D  model width      F  expert width      G  groups
 
-The weighted output of a row is Y = s · (A @ down) = A' @ down, where s is the row's weight and
-A' = s·A. The kernel computes one product, dA' = dY @ down.T, and all that needs dA' while it is in
-registers. In its epilogue it loads the pre-activations H, recomputes A from them, and stores A'
-(for the down weights' gradient), dH, and for each row and column tile a share of ds = ⟨dA', A⟩. So
-the forward pass keeps neither A nor the experts' output (SonicMoE, arXiv 2512.14080).
+Without a bias, the weighted output of a row is Y = s · (A @ down) = A' @ down, where s is the row's
+weight and A' = s·A. The kernel computes one product, dA' = dY @ down.T, and all that needs dA'
+while it is in registers. In its epilogue it loads the pre-activations H, recomputes A from them,
+and stores A' (for the down weights' gradient), dH, and for each row and column tile a share of
+ds = ⟨dA', A⟩. So the forward pass keeps neither A nor the experts' output (SonicMoE, arXiv
+2512.14080).
 """
 
 import dataclasses

@@ -3,11 +3,12 @@
     M  rows at hand      K  copies of each      R  rows of the tiles      G  groups (experts)
     D  model width      F  expert width
 
-The up-projection reads the rows at their places in tiles, gathered or copied there. The results go
-back to the rows' own order, where each row's copies are weighted and added up. The forward pass
-keeps the rows, the weights, the pre-activations and the layout's arrays for the backward pass. That
-pass does not need the experts' output: with da' = dy @ down.T, the gradient of a copy's weight is
-⟨da', a⟩, plus ⟨dy, bias⟩ if the last layer has a bias (SonicMoE, arXiv 2512.14080).
+The up-projection reads the rows in the experts' tiles: they lie there already, or are gathered or
+copied there. The results go back to the rows' own order, where each row's copies are weighted and
+added up. (A single row can do without tiles: see `_expert_ffn`.) The forward pass keeps the rows,
+the weights, the pre-activations and the layout's arrays for the backward pass. That pass does not
+need the experts' output: with da' = dy @ down.T, the gradient of a copy's weight is ⟨da', a⟩, plus
+⟨dy, bias⟩ if the last layer has a bias (SonicMoE, arXiv 2512.14080).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class FFNConfig(FFNOptions, path="FFNConfig"):
   Attributes:
     activation: as in `FFNOptions`, but never empty, and may be given by position.
     precision: of float32 operands, as in `jax.lax.dot_general`.
-    num_sms: multiprocessors that the kernels use; None: all.
+    num_sms: multiprocessors that the products' kernels use; None: all, but see `shared_sms`.
     shared_sms: whether a collective may hold multiprocessors while padded experts run. If so, and
       if `impl` and `backend` are auto, padded experts take batched products, which leave the
       collective some multiprocessors. If padded experts take kernels all the same, these launch 8
@@ -80,11 +81,12 @@ def expert_ffn(
 
   Returns:
     [..., D'] in the rows' order and type, D' the width of the last layer; products are accumulated
-    in float32 (float64 for such rows). Rows without an expert are zero and get a zero gradient,
-    except in tiled rows (`RowLayout`): there they may hold anything, and their gradients must be
-    0 in tiles in use. For tokens in place, XLA may fuse the loop that sums the rows' gradient with
-    its reader. A reader that reduces over rows or columns would halve the loop's speed: put a
-    barrier between the two (`parallel.barriers.barrier`, "backward").
+    in float32 (float64 for such rows). Rows without an expert are zero and get a zero gradient.
+    Tiled rows (`RowLayout`) are the exception: the result may hold anything for those without an
+    expert. In tiles in use the gradient of the result must be 0 for them; in other tiles the
+    gradient of the rows may hold anything. For tokens in place, XLA may fuse the loop that sums the
+    rows' gradient with its reader. A reader that reduces over rows or columns would halve the
+    loop's speed: put a barrier between the two (`parallel.barriers.barrier`, "backward").
 
   Raises:
     ConfigError: an argument is of another type.
@@ -237,7 +239,7 @@ def _expert_ffn_bwd(static, residuals, dout_MD):
     permutation=tiles.permutation,
   )
   # For tokens in place, XLA may fuse the loop that adds up their copies' gradients (`joined`) with
-  # the one that adds the gradient through the gate.
+  # the one that adds the gradient from the router.
   drows_MD = _back(dx_RD, None, tiles, static, joined=static.weighted)
   dweight_MK = None
   if weight_MK is not None:
@@ -276,7 +278,7 @@ def _row_weights(weight_MK, tiles: TiledRows, dtype) -> jax.Array:
 
 
 def check_ffn(rows_MD: jax.Array, weights: FFNWeights, layout: RowLayout, activation: str) -> None:
-  """Raises ValueError, naming both sides, unless shapes agree and the gate fits the activation.
+  """Raises ValueError unless shapes agree and the gate fits the activation.
 
   A gated activation must have gate weights, and no other may.
   """

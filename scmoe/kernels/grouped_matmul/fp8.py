@@ -2,12 +2,12 @@
 
     R  rows      K, N  widths      B  blocks of 128 along K      C  blocks along N      G  groups
 
-A row has a scale for each 128 of its elements, and a matrix has one for each 128 x 128 of them
-(arXiv 2412.19437, section 3.3). Here a scale is the smallest power of two, from 2^-100 to 2^100, by
-which a block can be divided to stay within e4m3's largest number, 448. So only the elements are
-rounded: an element times its scale is a bfloat16 number, and a product of fp8 operands equals that
-of the bfloat16 numbers, up to the order of sums. Where there is no kernel for fp8, the same result
-therefore comes from `rounded_rows` and `rounded_matrices`.
+A row has a scale for each 128 of its elements, and a matrix has one for each 128 x 128 of its
+elements (arXiv 2412.19437, section 3.3). Here a scale is the smallest power of two by which a block
+can be divided to stay within e4m3's largest number, 448, but at least 2^-100 and at most 2^100. So
+only the elements are rounded: an element times its scale is a bfloat16 number, and a product of fp8
+operands equals that of the bfloat16 numbers, up to the order of sums. Where there is no kernel for
+fp8, the same result therefore comes from `rounded_rows` and `rounded_matrices`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ def quantised_rows(x_RK: Float[Array, "*R K"]) -> tuple[Array, Array]:
 
 
 def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
-  """Rounds matrices to fp8: e4m3 elements, and a float32 scale for each 128 x 128 of them."""
+  """Rounds matrices to fp8, with a scale for each 128 x 128 elements.
+
+  Returns:
+    e4m3 [G, K, N], and float32 scales [G, B, C]; the last blocks may be smaller.
+  """
   groups, *widths = w_GKN.shape
   w = _filled_up(_filled_up(w_GKN.astype(jnp.float32), 1), 2)
   w = w.reshape(groups, w.shape[1] // BLOCK, BLOCK, w.shape[2] // BLOCK, BLOCK)

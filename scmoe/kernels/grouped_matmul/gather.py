@@ -2,8 +2,8 @@
 
 Hopper's bulk copies (TMA) cannot gather rows by an index array. So the 128 threads of the producer
 copy 16 bytes each at a time (`cp.async`, PTX ISA 8.x, section "Data Movement"), to where wgmma
-expects them in its swizzled layout. Barriers of this module count the copies that have arrived:
-inline code cannot name the Pallas barrier of a stage.
+expects them in its swizzled layout. Barriers of this module count the threads whose copies have
+arrived: inline code cannot name the Pallas barrier of a stage.
 
 Interpret mode cannot run this inline code. In the simulation XLA gathers the rows before the
 kernel.

@@ -1,10 +1,10 @@
-"""The tiles of each group's rows (`GroupLayout`), and the expert of each row (`RowLayout`).
+"""The tiles of each group's rows (`GroupLayout`), and the experts of each row (`RowLayout`).
 
     M  rows given              R  rows of the padded layout (a multiple of `tile`)
     G  groups (experts)        I  row tiles: R // tile
 
 Each group's rows are padded to whole row tiles. So every tile belongs to one group, the kernels
-that multiply need no masks, and the weights' gradient is a plain loop over tiles. The sizes of
+that multiply need no masks, and a matrix's gradient is a plain loop over its group's rows. Sizes of
 arrays are static bounds, and the device computes the arrays' contents, so it never waits for the
 host.
 
@@ -180,7 +180,7 @@ def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
 
 
 def source_rows_of(layout: GroupLayout) -> jax.Array:
-  """For each row of the layout's tiles, the row given that it holds; -1 for padding.
+  """For each row of the layout's tiles, the row given that it holds; -1 if it holds none.
 
   The rows given lie group after group, without padding. The layout has one run. In the example at
   the top: 0 1 2 -1 3 4 -1 -1.
@@ -245,8 +245,7 @@ class RowLayout:
       up; None: all factors are 1, and K is 1.
     padded: static (W, G, C) of padded experts, M = W·G·C; None otherwise.
     tiles: the experts' tiles, for rows that have arrived in them: M = R, the padding rows of tiles
-      in use are zero, and tiles that are not in use may hold anything. None: the rows are in no
-      tiles.
+      in use are zero, and tiles that are not in use may hold anything. None in the other kinds.
   """
 
   sizes_G: jax.Array | None
@@ -295,7 +294,8 @@ class RowLayout:
   def renamed(self, name_G: jax.Array, num_groups: int) -> RowLayout:
     """The same rows with the experts numbered anew; an expert without rows may be left out.
 
-    The result has `group_MK` and `position_MK` also for padded experts, and it has no `tiles`.
+    The result has `sizes_G`, `group_MK` and `position_MK` also for padded experts; its `padded` and
+    `tiles` are None.
 
     Args:
       name_G: int32, new name of each expert; `num_groups` for one that is not there and has no row.
@@ -352,7 +352,7 @@ class TiledRows:
   Attributes:
     groups: the tiles of each expert.
     permutation: between the copies of the rows at hand and the rows of the tiles; None if the rows
-      lie in tiles already.
+      lie in tiles already, or do once `ffn._by_expert` has reordered them.
   """
 
   groups: GroupLayout

@@ -43,15 +43,15 @@ def grouped_matmul(
 ) -> jax.Array:
   """Ragged matrix product: each group of rows times its own matrix, plus its own bias if given.
 
-  The counterpart of `jax.lax.ragged_dot(lhs, rhs, group_sizes)`, with the same arguments and
-  result, at a cost that does not grow with the number of groups, but for padding to whole tiles, in
-  the forward pass and in both gradients.
+  The counterpart of `jax.lax.ragged_dot(lhs, rhs, group_sizes)`. By kernels or XLA, the cost of the
+  product and of the gradients of lhs and rhs does not grow with the number of groups, but for
+  padding to whole tiles.
 
   Args:
     lhs_MK: rows, sorted by group: the first `group_sizes[0]` belong to group 0, and so on.
     rhs_GKN: one matrix for each group.
     group_sizes_G: integers of any size, zero included; their sum is at most M.
-    bias_GN: added to the rows of each group, if given.
+    bias_GN: added to the products of each group's rows, if given.
     preferred_element_type: type of the result; by default the common type of lhs and rhs.
       Products are accumulated in float32 whatever it is (float64 for float64 operands).
     precision: for float32 operands, as in `jax.lax.dot_general`; by default "highest", which does

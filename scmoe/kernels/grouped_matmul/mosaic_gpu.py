@@ -4,8 +4,8 @@
 
 `grouped_rows`, `grouped_weights`, `forward` and `backward` have the arguments and results of those
 in `xla.py`, but do not write rows of tiles that are not in use. `forward` and `backward` are jitted
-in both files: all layers call them with equal shapes, so an unrolled model lowers its kernels once
-and not once per layer.
+in both files: an unrolled model lowers its kernels once for all layers of equal shapes, and not
+once per layer.
 """
 
 import functools
@@ -29,10 +29,10 @@ ROW_TILE: int | None = tiles.ROW_TILE  # all kernels take tiles of so many rows
 # ("up"), `down_backward_product`, and the gradients of the first layer's matrices ("weights_lhs",
 # whose left operand is x). A product that gathers its rows does so once for every column tile, with
 # copies that wgmma waits for, and with wide tiles, so that it gathers each row less often. A
-# product of rows in order takes the fastest tiles. The copy takes 0.7 ps for each element that it
-# writes, or 0.9 ps if each row has only two places, since it then reads more rows for the same
-# number of elements written. Measured with layers of nine models on H200s (experiments/LOG.md,
-# 2026-11-26).
+# product of rows in order takes the fastest tiles. The copy takes 0.7 to 0.8 ps for each element
+# that it writes if each row has four to eight places, and 1.0 ps with two places, since it then
+# reads more rows for the same number of elements written. Measured with layers of nine models on
+# H200s (experiments/LOG.md, 2026-11-26).
 GATHERED_BEFORE = {"up": 1408, "down_backward": 640, "weights_lhs": 1408}
 
 
@@ -228,8 +228,7 @@ def _up_gradients(x_XD, dpre, layout, index_R, how: Execution) -> tuple[jax.Arra
     gradient = functools.partial(grouped_weights, lhs_index_R=index_R, **options)
     return tuple(gradient(x_XD, d_RF, layout) for d_RF in dpre)
   # One gather of x serves both gradients. Rows in order are read twice instead, by one product for
-  # each gradient: its ping-pong tiles overlap the end of the tile before, which is 3 to 15 %
-  # faster.
+  # each gradient: its ping-pong tiles hide the epilogue, which is 3 to 15 % faster.
   widths = x_XD.shape[1], dpre[0].shape[1]
   tiling = tiles.choose("weights_pair", *widths, x_XD.dtype.itemsize, gathered=True)
   return weights_product(x_XD, dpre, layout, tiling, lhs_index_R=index_R, **options)

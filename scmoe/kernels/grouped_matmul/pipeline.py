@@ -57,8 +57,8 @@ class Tiling:
     store_buffers: buffers in shared memory that each consumer stores through; one instead of two
       can leave room for another stage.
     pair: "": CTAs work alone. "rows": two CTAs work on neighbouring row tiles of one column tile
-      and share the columns' operand (rhs). "cols": two CTAs work on neighbouring column tiles of
-      one row tile and share the rows' operand (lhs).
+      and share the columns' operand (rhs), unless their groups differ. "cols": two CTAs work on
+      neighbouring column tiles of one row tile and share the rows' operand (lhs).
   """
 
   rows: int = 128
@@ -347,7 +347,7 @@ class _Consumer:
     return _wrap(turn + 1, 2 * cta.tiling.stages)
 
   def release_before(self, stage: Any) -> None:
-    """Tells the producer that the stage before this one is free."""
+    """Tells the producer, or both producers of a pair, that the stage before this one is free."""
     last = self.cta.tiling.stages - 1
     plgpu.barrier_arrive(self.cta.empty.at[jnp.where(stage == 0, last, stage - 1)])
 

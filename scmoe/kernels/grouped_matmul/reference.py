@@ -1,6 +1,7 @@
 """Specifies grouped products and the experts' network: plain, slow, float32 or wider.
 
     M  rows      K  contracted width      N  output width      G  groups
+    In the network: K  copies of a row      D  model width      F  expert width
 
 Every expert computes every row, so that the code can be read. Every backend is tested against it.
 """

@@ -47,7 +47,8 @@ class Operands:
     group_I: int32, group of each tile of the layout.
     num_tiles: int32 [1], tiles of the layout in use.
     index_R: int32, row of lhs that each row of the tiles reads; None: the row of the same number.
-    lhs: operands [R, K]; the products of all of them are added up in the same results.
+    lhs: operands [R, K], or with `index_R` one of any number of rows; the products of all of them
+      are added up in the same results.
     rhs: for each lhs the matrices of all results, [G, K, N] or transposed.
     biases: for each result [G, N], or None.
     row_scale: of fp8 operands, float32 [B, R]; else None.
@@ -108,7 +109,7 @@ def rows_product(
     lhs: operands [R, K]; the products of all of them are added up in the same results.
     rhs: for each lhs, one matrix [G, K, N] for each result ([G, N, K] with `transpose_rhs`).
     layout: tiles of R; a tile has `tiling.rows` rows, or twice as many.
-    tiling: tile shape; `tiling.cols` is shared between the results.
+    tiling: tile shape; `tiling.cols` is divided among the results.
     transpose_rhs: contract the last dimension of rhs.
     biases: for each result [G, N] or None, added before the result is rounded; () adds none.
     activation: if given, the activation of the results is one more output.
@@ -417,7 +418,7 @@ class _Cta:
   def activated(self, activation: Activation, results: Any, columns: slice) -> Any:
     """Columns of the activation, computed from the rounded results.
 
-    The backward pass recomputes it from the stored results, and so gets the same numbers.
+    The backward pass recomputes it from these results, which it finds stored.
     """
     h = [result(columns).astype(jnp.float32) for result in results]
     return activation.of(h).astype(self.shape.out_dtype)

@@ -95,7 +95,7 @@ class _Program:
 
   Attributes:
     groups: G.
-    copies, rows: K and M; there are K·M choices.
+    copies, rows: K, the choices of a row, and M, the rows with choices; N = K·M.
     num_tiles: I.
     tile: rows of a tile.
     blocks: blocks of the grid.

@@ -70,7 +70,7 @@ def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[A
   """Number of a tile or pair -> this CTA's row tile and column tile, and the other CTA's row tile.
 
   Tiles, or pairs, are in the order of `banded`. With pairs of "rows" and an odd number of row
-  tiles, both CTAs of the last pair compute and store the last row tile.
+  tiles, both CTAs of a column tile's last pair compute and store the last row tile.
 
   Returns:
     This CTA's row tile and column tile, and the row tile of the pair's other CTA (without pairs

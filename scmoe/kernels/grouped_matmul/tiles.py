@@ -1,10 +1,10 @@
-"""Chooses the tile shape of a product: the user's measured one, the shipped one, or one by rules.
+"""Chooses the tile shape of a product: the user's measured one, one of a table, or one by rules.
 
 `python -m scmoe.bench.tune` measures `variants` on a user's GPU and keeps the fastest (`tuned`). A
 product that it did not measure takes its entry of `tiling_tables.TABLE`. A product without an
 entry, or with a result that is not of 2-byte elements, takes the first of `candidates`. That
-function orders tilings by rules on the widths, and finds at least one for any two widths that are
-multiples of 64. Products of fp8 operands all take `FP8`.
+function orders tilings by rules, and finds at least one for any two widths that are multiples of
+64. Products of fp8 operands all take `FP8`.
 """
 
 import contextlib
@@ -36,12 +36,11 @@ from scmoe.kernels.grouped_matmul.tuned import Key
 
 ROW_TILE = KERNEL_ROW_TILE
 SMEM_LIMIT = 232_448  # Bytes of shared memory that a CTA may have on Hopper.
-TWICE = 0.07  # The largest share of columns that tiles may compute twice.
+TWICE = 0.07  # The largest share of a result's rows or columns that tiles may compute twice.
 _RESERVED = 2_048  # Bytes of shared memory for barriers, biases and their alignment.
 
 # The tiling for fp8 operands. A stage is one block of `fp8` deep. The sums take registers beside
-# each stage's accumulators, so a tile has 128 columns, where other products may have 256. This was
-# the fastest of six forms at OLMoE's and Mixtral's widths (experiments/LOG.md).
+# each stage's accumulators, so a tile has 128 columns, where other products may have 256.
 FP8 = Tiling(rows=128, cols=128, depth=128, stages=5, band=16, pair="rows")
 
 BANDS = (8, 4, 16, 32)  # the bands that `variants` offers for measuring
@@ -170,8 +169,8 @@ def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[T
   """
   alone = candidates(kind, width, n, gathered=gathered)
   # A pair of "cols" shares the rows' operand, so that operand cannot be gathered. A product for
-  # weights' gradients gathers either operand: its kernel knows which one, and runs single CTAs if
-  # the pair would share that one.
+  # weights' gradients may gather either operand: its kernel knows which one, and runs single CTAs
+  # if the pair would share that one.
   sides = ("rows",) if gathered and not kind.startswith("weights") else ("rows", "cols")
   paired = [dataclasses.replace(t, pair=side) for t in alone if not t.pair for side in sides]
   if gathered and kind.startswith("weights"):
@@ -218,9 +217,8 @@ def choose(
 
   Args:
     kind, width, n, out_itemsize, gathered: as for `candidates`.
-    experts: whether this is the first product of experts. If so, and the user has measured no
-      tiling, the log of a run on a GPU says if the shipped tables were not measured at these
-      widths.
+    experts: whether this is the first product of experts. If so, and no measured tiling counts, the
+      log of a run on a GPU says if the shipped tables were not measured at these widths.
 
   Raises:
     ValueError: as for `candidates`.

@@ -33,7 +33,7 @@ _FIELDS = {field.name: type(field.default) for field in dataclasses.fields(Tilin
 
 
 class Measured(NamedTuple):
-  """The fastest tiling of one product.
+  """The tiling that `scmoe.bench.tune` chose for one product.
 
   Attributes:
     tiling: the tiling.
@@ -83,7 +83,7 @@ def stored(device_kind: str) -> Table:
   A file whose path is relative is not read: the result is {}.
   """
   file = file_of(device_kind)
-  # The path is relative without a home folder, or if XDG_CACHE_HOME is; `keep` refuses to write.
+  # The path is relative if XDG_CACHE_HOME is, or if that is not set and there is no home folder.
   if not file.is_absolute():
     return {}
   try:
@@ -99,8 +99,8 @@ def keep(device_kind: str, found: Table) -> Path:
   """Adds measurements to the file, lets this process use the file's table; returns the file's path.
 
   Raises:
-    StorageError: there is no home folder and no absolute XDG_CACHE_HOME, or the file cannot be
-      written; it keeps its old content.
+    StorageError: the file's path is relative, or the file cannot be written and keeps its old
+      content.
   """
   file, merged = file_of(device_kind), stored(device_kind) | found
   if not file.is_absolute():
@@ -136,7 +136,7 @@ def parsed(content: str, device_kind: str) -> Table:
 
   Raises:
     StoredError: the content is not JSON.
-    ValueError: `text` did not write this, or it is for another kind of device.
+    ValueError: the JSON is not what `text` writes, or is for another kind of device.
   """
   whole = parse_json(content, "it", object)
   if not isinstance(whole, dict) or whole.get("format") != _FORMAT:

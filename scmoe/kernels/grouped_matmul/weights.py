@@ -21,7 +21,7 @@ class FFNWeights:
   Attributes:
     up_GDF: the first layer's matrices.
     down_GFD: the last layer's matrices; the width of the result may be another than D.
-    gate_GDF: the gate's matrices, beside `up_GDF`, for a gated activation (SwiGLU); None otherwise.
+    gate_GDF: the gate's matrices, beside `up_GDF`, for a gated activation; None otherwise.
     up_bias_GF, down_bias_GD, gate_bias_GF: biases, or None.
   """
 
@@ -54,7 +54,7 @@ class FFNWeights:
     return cls(ups[-1], down_GFD, gate_GDF, up_biases[-1], down_bias_GD, gate_bias_GF)
 
   def cast(self, dtype: Any) -> FFNWeights:
-    """All matrices and biases in this type, the type in which products read them."""
+    """The same weights with all matrices and biases in this type."""
     return jax.tree.map(lambda w: w.astype(dtype), self)
 
 
@@ -65,7 +65,7 @@ class Execution:
   Attributes:
     activation: the activation between the layers.
     precision: of float32 operands, as in `jax.lax.dot_general`.
-    num_sms: CTAs that kernels launch; None: one for each multiprocessor.
+    num_sms: CTAs that the products' kernels launch; None: one for each multiprocessor.
     interpretation: the simulation of kernels in use, or None (`launch.interpretation`).
     fp8: whether a forward pass rounds its products' operands to fp8 (`fp8.py`).
   """

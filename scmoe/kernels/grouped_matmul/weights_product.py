@@ -44,7 +44,7 @@ class Operands:
     index_R: int32, row of the gathered operand that each row of the tiles reads; None where nothing
       is gathered.
     lhs: the operand [R, M].
-    rhs: operands [R, N] of one width.
+    rhs: operands [R, N] of one width. A gathered operand may have any number of rows.
   """
 
   by_size_G: Any
@@ -85,7 +85,7 @@ def weights_product(
     lhs_RM: the operand whose width becomes the result's rows.
     rhs: operands [R, N] of one width.
     layout: tiles of R; with several runs, no index may be given.
-    tiling: tile shape; `tiling.cols` is shared between the results.
+    tiling: tile shape; `tiling.cols` is divided among the results.
     lhs_index_R: if given, the kernel reads row index[r] of lhs_RM as row r, zero if it is negative.
     rhs_index_R: likewise for rhs, if there is only one rhs; not together with lhs_index_R.
     out_dtype: type of the outputs.
@@ -238,8 +238,8 @@ class _Cta:
   def locate(self, tile: Any) -> tuple[Any, ...]:
     """Tile number -> group, row tile, column tile, the group's first tile of rows, steps.
 
-    Large groups come first, and every other wave of CTAs takes them backwards: so each CTA gets its
-    share of long tiles.
+    Tiles of large groups come first, and every other full wave of CTAs takes its tiles backwards
+    (`snake`): so each CTA gets its share of long tiles.
     """
     shape, tiling = self.shape, self.shape.tiling
     tile = snake(tile, shape.num_tiles, num_workers(tiling, shape.num_sms))
@@ -265,7 +265,7 @@ class _Cta:
     return tile * shape.layout_tile + inside * depth
 
   def load(self, where: Any, step: Any, stage: Any, barrier: Any) -> None:
-    """Starts the copies of one stage: as many rows of both operands as a step contracts."""
+    """Starts the copies of one stage: the rows of lhs and of every rhs that a step contracts."""
     shape, tiling, gmem, smem = self.shape, self.shape.tiling, self.gmem, self.smem
     _, row_tile, col_tile, first_tile, _ = where
     # The row is computed here, not carried from step to step: a loop's variable is not known to be

@@ -2,13 +2,14 @@
 
     R  rows of the tiles      K, N  widths      G  groups      I  row tiles      B  rows of a tile
 
-The cost grows with the rows, and padding adds at most one part-filled tile per group. The masked
-dense products behind `jax.lax.ragged_dot` cost G times as much. Tiles run one after the other, so a
-tile must be large enough to fill the device, and small enough to waste little memory: see
-`choose_tile`. The experts' network takes a tile from its first product to its last, so that the
-arrays between them exist for one tile only. If every group is one tile (padded experts), one
-batched product serves all groups, except in `grouped_weights`. That product is as fast as a
-kernel's, but XLA does not fuse the activation into its end.
+The cost grows with the rows, and padding adds at most one part-filled tile per group. Masked dense
+products of all rows with every group's matrix would cost G times as much. Tiles run one after the
+other, so a tile must be large enough to fill the device, and small enough to waste little memory:
+see `choose_tile`. The experts' network takes a tile from its first product to its last. So the
+arrays between the two exist for one tile only, but for pre-activations that `forward` returns. If
+every group is one tile (padded experts), one batched product serves all groups, except in
+`grouped_weights`. That product is as fast as a kernel's, but XLA does not fuse the activation into
+its end.
 """
 
 from __future__ import annotations
@@ -246,7 +247,8 @@ def grouped_weights(
   """out[g] = lhs[rows of g].T @ rhs[rows of g]; exactly zero for an empty group.
 
   Padding rows must be zero in at least one operand and finite in the other. `lhs_index_R` and
-  `rhs_index_R` are for lhs and rhs what `index_R` of `grouped_rows` is for its lhs.
+  `rhs_index_R` are for lhs and rhs what `index_R` of `grouped_rows` is for its lhs. Further
+  arguments are those of `grouped_rows`.
   """
   del num_sms
   ops = _of_tile(precision)
@@ -259,8 +261,8 @@ def grouped_weights(
 
 # -- the experts' network -------------------------------------------------------------------------
 
-# `forward` and `backward` are jitted: all layers call them with equal shapes, so an unrolled model
-# lowers its experts once and not once per layer.
+# `forward` and `backward` are jitted: an unrolled model lowers its experts once for all layers of
+# equal shapes, and not once per layer.
 
 
 @functools.partial(jax.jit, static_argnames=("how", "with_pre"))
@@ -281,7 +283,8 @@ def forward(
     layout: the tiles of R.
     how: how to compute; its activation, precision and fp8 are used.
     permutation: between x's rows and those of the tiles; None: they are the same.
-    with_pre: whether to return the pre-activations, up(x) and gate(x); if not, () stands for them.
+    with_pre: whether to return the pre-activations, up(x) and, if there is a gate, gate(x); if not,
+      () stands for them.
 
   Returns:
     y_RD in the type of x, and the pre-activations [R, F] in the order of `weights.up_weights`.

@@ -325,7 +325,7 @@ class Checkpointer:
       raise StorageError(f"{self.directory} cannot be written: {error.strerror}") from None
 
   def _clear_destination(self, step: int) -> None:
-    """Renames a file or folder that has the step's name to `N.ignored-<time>`.
+    """Renames a file, folder or link that has the step's name to `N.ignored-<time>`.
 
     All processes call it, and process 0 renames.
     """

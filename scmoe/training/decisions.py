@@ -37,7 +37,8 @@ def stored_variant(fields: dict[str, Any], where: str) -> Variant:
   """Makes the variant of the fields that a file stores; refuses fields that no search chooses.
 
   Raises:
-    StoredError: it has fields that a search does not choose, or fields of other types.
+    StoredError: the file has fields that a search does not choose, or fields of other types.
+    ConfigError: a number is below 0.
   """
   try:
     check_shape(fields, _CHOSEN, "the variant")

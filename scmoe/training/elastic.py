@@ -53,7 +53,8 @@ SILENT_SECONDS = 15.0  # a member that writes nothing for so long is given up
 FIRST_SECONDS = 300.0  # how long a start's first turn waits for all members; jax waits as long
 _TICK_SECONDS = 0.25
 _BEAT_SECONDS = 1.0
-# For a child to end by itself after a peer's child has died, or the peer was started again.
+# For a child to end by itself after a peer's child has died, or the peer was started again or ended
+# before the turn began.
 _PEER_SECONDS = 3.0
 # The same after a peer has ended for good with another code than 0: all of a turn end so together.
 _ENDED_SECONDS = 60.0
@@ -63,8 +64,8 @@ class Launch(NamedTuple):
   """How a supervisor runs its command.
 
   Attributes:
-    choose: (processes that are there, devices of each) -> `Choice`; raises `ConfigError` if no
-      mesh fits even one process.
+    choose: (processes that are there, devices of each) -> `Choice`; raises `ConfigError` if no mesh
+      fits, even with one process alone.
     start: (plan, number of this process in the turn) -> the running command.
     trains: pid of the first member's command -> True once it has done a step.
     progress: returns the step of the newest checkpoint, 0 if there is none.
@@ -119,8 +120,8 @@ class Supervisor:
     self.child: Child | None = None
     self.plan = Plan()
     self.latest = read_plan(folder) or Plan()
-    # The plan that was there when this member started; later the last one that it has begun. It
-    # joins no turn by this plan again.
+    # The plan that was there when this member started; later the last one that it has begun. Only
+    # another plan begins a turn.
     self._left = self.latest
     self.me = Member(number, secrets.token_hex(8), WAITING, 0, host, devices)
     self.others = Others(folder, number, count, silent, clock)
@@ -301,6 +302,7 @@ class Supervisor:
     """Looks after the running command: ends it if it cannot go on, or asks it to save and stop.
 
     It asks if this member was told to stop, or if the mesh would be larger with waiting members.
+    While neither is so and no peer is lost, the member compiles ahead (`Ahead`).
 
     Returns:
       the member's exit code if the command has ended and no turn follows; else None.

@@ -3,10 +3,11 @@
 Which schedule hides most depends on the link, the sizes and the router's balance, and no model of
 them was right everywhere (experiments/LOG.md). So candidates are measured, by a `Search`:
 
-  auto   measures before the first step. A cut of the run (`Searchable.cut`: same sizes, same
-         devices, but at most two block pairs and `overlap.flight` microbatches, compiled in
-         seconds where a whole step takes minutes) proposes a change; whole steps of the run, as
-         configured and with the change, decide, except in runs with a teacher or adapters
+  auto   measures before the first step, on GPUs that exchange rows. A cut of the run
+         (`Searchable.cut`: same sizes, same devices, but at most two block pairs and
+         `overlap.flight` microbatches, compiled in seconds where a whole step takes minutes)
+         proposes a change; whole steps of the run, as configured and with the change, decide,
+         except in runs with a teacher or adapters
   tune   measures candidates that the user names: with auto, in its search; without auto, in
          the first steps, each of which trains
 

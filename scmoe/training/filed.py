@@ -35,7 +35,7 @@ from scmoe.base.errors import StorageError
 
 PyTree = Any
 THREADS = 4  # that read and write; one layer has about ten arrays, each read by one of them
-_ALIGNED = 64  # bytes; jax's CPU takes arrays at such addresses without a copy
+_ALIGNED = 64  # bytes; jax's CPU takes arrays without a copy if this divides their address
 
 
 class Room:

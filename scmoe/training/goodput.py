@@ -35,7 +35,7 @@ class Goodput:
 
   @property
   def share(self) -> float:
-    """Share of the wall-clock time that trained, 0 to 1."""
+    """Share of the wall-clock time that went into kept steps, 0 to 1."""
     return min(1.0, self.trained / self.wall) if self.wall > 0 else 0.0
 
   @property

@@ -223,9 +223,9 @@ class GuidedStep:
     self.waiting = lambda: self._compile(profile, profiling=False)
 
   def _fingerprint(self) -> str:
-    """The name of the profile's file: 16 hexadecimal digits, a digest of what the profile is for.
+    """The name of the profile's file before `.pb`: 16 hexadecimal digits.
 
-    That is the lowered program, jax's version, and the kind and number of devices.
+    They are a digest of the lowered program, jax's version, and the kind and number of devices.
     """
     assert self.program is not None
     device = jax.devices()[0].device_kind

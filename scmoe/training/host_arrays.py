@@ -25,7 +25,7 @@ def lies_on_host(x: Any) -> bool:
   """Whether an array, or a `jax.ShapeDtypeStruct` with sharding, is in pinned memory of the host.
 
   Unlike `is_on_host` it also takes an array on a single device, such as one shard; but it is False
-  for every traced value. It is True for the mark of an array in a file (`InFile`), too.
+  for every traced value. As it looks at `sharding` alone, an `InFile` or a `Kept` gives True, too.
   """
   return getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
 

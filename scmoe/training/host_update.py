@@ -153,8 +153,8 @@ def make_host_step(
 class HostStep:
   """A step that `make_train_step` returns: called, traced and lowered like a jitted function.
 
-  `trace` and `lower` give the program up to the gradients; `run` calls it, compiled, and completes
-  the step.
+  `trace` and `lower` give the program up to the norm of the gradients; `run` calls it, compiled,
+  and completes the step.
 
   Args:
     program: jitted; (state `without_kept`, batch) -> (state, scalars, arrays, `Left`). It donates
@@ -162,8 +162,8 @@ class HostStep:
     abstract: the state as `jax.ShapeDtypeStruct`s with shardings.
     rule: updates one layer; runs on the host.
     ahead: number of layers whose gradients leave the device before their turn.
-    whole: this rank's updated shares of parameters -> the whole parameters that the state stores,
-      in one program; None: the state stores what a rank updates.
+    whole: the ranks' updated shares of parameters -> the whole parameters that the state stores, in
+      one program; None: the state stores the updated arrays themselves.
     options: XLA's options for the host's programs.
     filed: whether what the host keeps lies in files, so that threads read and write it.
 

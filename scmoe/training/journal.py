@@ -127,7 +127,7 @@ class Journal:
     Args:
       step: the number of the step.
       values: the step's figures.
-      arrays: statistics of every layer's router, on the devices.
+      arrays: statistics of every layer's router.
     """
     train, per_step = self._train, self._meter.take()
     values = values | self._means.take() | memory_in_use()

@@ -90,7 +90,7 @@ def _is_gpu(sharding: Any) -> bool:
 
 
 def _key(traced: Any) -> str:
-  """The part of a kept file's name that tells a traced program: 32 hexadecimal digits.
+  """The part of a kept file's name that tells traced programs apart: 32 hexadecimal digits.
 
   They are a digest of the jaxpr and its constants, argument types and compiler options, this
   package's code, the versions of jax and jaxlib, the kind of device, and environment variables

@@ -121,10 +121,10 @@ class LayerExperts(Protocol):
       rows = experts.of(gating)(rows, layout)
 
   `main` is the value that the main path reads next. If experts are copied and the main path must
-  wait for the copy, the implementation ties `main` to the copy by a barrier. If an exchange is cut
-  into chunks, the pair calls `ready` and `of` again for each chunk. The dispatch, which comes
-  between `chosen` and `ready`, gets `of(gating)` too, for the rows of overflow rounds. With
-  `overlap.ahead` the pair before has routed the tokens, and `chosen` is not called.
+  wait for the copy, the implementation ties `main` to the copy by a barrier. If each chunk of rows
+  has a step of its own (`dispatch.chunks`), the pair calls `ready` and `of` in each. The dispatch,
+  which comes between `chosen` and `ready`, gets `of(gating)` too, for the rows of overflow rounds.
+  With `overlap.ahead` the tokens are routed before their pair begins, and `chosen` is not called.
   """
 
   def chosen(self, gating: int, routing: Routing, main: Any) -> Any:
@@ -143,8 +143,8 @@ class LayerExperts(Protocol):
   def ready(self, gating: int, main: Any) -> Any:
     """Called before a gating's experts compute; from here on they must be on the device.
 
-    An implementation that copies experts copies them here, if `chosen` has begun no copy. Args and
-    result as for `chosen`.
+    An implementation that copies experts copies them here, unless a copy has begun before. Args
+    and result as for `chosen`.
     """
     ...
 
@@ -168,7 +168,7 @@ class LayerParams(Protocol):
   def advance(self, pair: int, after: Any) -> Any:
     """Called when a pair has computed its results `after`; the next pair reads what this returns.
 
-    The returned value is `after`, perhaps tied to a copy by a barrier.
+    The returned value is `after`, perhaps behind a barrier.
     """
     ...
 
@@ -184,7 +184,8 @@ class ExpertSource(Protocol):
 
     Args:
       experts: the layer's module.
-      kept: `LayerExperts.kept` of the pass before, or None.
+      kept: the layer's cache of experts: that of the pass before (`LayerExperts.kept`), or for the
+        first pass an empty one; None: no cache.
     """
     ...
 
@@ -353,9 +354,9 @@ class FFNExperts(Experts):
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
     """The experts' outputs in the order of the rows, by `expert_ffn` or `block_sparse_ffn`.
 
-    If several devices share an expert, each first gathers the weights of its group; with r = 0 it
-    gathers those of all experts. For r > 1 the devices then exchange rows, and add up their partial
-    sums (see the class).
+    If several devices share an expert, each first gathers the weights of its group. With r = 0
+    every device gathers those of all experts instead. For r > 1 the devices then exchange rows, and
+    add up their partial sums (see the class).
     """
     weights, r = self.weights(), self.adaptive_r
     if axis_size("shard") > 1 or r == 0:
@@ -392,8 +393,9 @@ class FFNExperts(Experts):
     """The options of `expert_ffn`, or of `block_sparse_ffn`, for these rows.
 
     `batched` becomes `grouped` for rows in groups of any size, since it needs buffers of equal
-    size. A call that drops nothing has such rows, as decoding and exact evaluation do, and a user's
-    own transport may. `block_sparse` becomes `grouped` always: the function says it already.
+    size. Calls that drop nothing have such rows, for example in decoding and exact evaluation; a
+    user's own transport may make them. `block_sparse` always becomes `grouped`, since `__call__`
+    has chosen `block_sparse_ffn` by it.
     """
     shared_sms = axis_size(*AXES) > 1 and not self.copy_engines
     config = FFNConfig(**self.config.shared(), shared_sms=shared_sms)
@@ -429,7 +431,7 @@ def _gathered(weights: FFNWeights, replicas: int, *, every_expert: bool) -> FFNW
 
   Args:
     weights: this device's share of the matrices and biases.
-    replicas: number of groups, r of `FFNExperts`.
+    replicas: number of groups: r of `FFNExperts`, or 1 for r = 0.
     every_expert: whether to gather also over the expert axis, so that every device has all experts.
   """
   shards = axis_size("shard")

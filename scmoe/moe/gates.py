@@ -130,7 +130,7 @@ class LinearGate(nnx.Module):
 class AffineGate(nnx.Module):
   """The logits are x · W + b (GPT-OSS); W starts as N(0, init_std²), b as 0.
 
-  It has no method `top_k`, since the kernel that computes product and choice together adds no bias.
+  It has no method `top_k`, since `gate_top_k` adds no bias.
   """
 
   OF_EXPERTS = ("weight", "bias")
@@ -185,8 +185,8 @@ class GatesOfRows:
   """A `Gate` made of several gates over one set of experts; each row of tokens is scored by one.
 
   Tasks that share experts differ by their gates (`router.tasks`). A row's gate reads this row
-  alone, so a gate gets gradients from its own rows only. It has no `top_k`: the kernel that
-  computes product and choice together reads the weights of one gate.
+  alone, so a gate gets gradients from its own rows only. It has no `top_k`, since `gate_top_k`
+  reads the weights of one gate.
 
   Attributes:
     graph: the gates' graph definition, which all share.
@@ -220,7 +220,7 @@ class GatesOfRows:
 
 
 def chosen_gate(gates: Sequence[Any], index: int | Array) -> Any:
-  """The gate with this index; with an array [B] of them, each row's gate (`GatesOfRows`).
+  """The gate with this index; with an array [B] of indices, a gate for each row (`GatesOfRows`).
 
   Args:
     gates: of one layer.
@@ -254,8 +254,8 @@ def make_gates(
   """Makes `config.num_gates` gates over one set of experts, each with its own initial weights.
 
   Raises:
-    ConfigError: the gate cannot be imported, the call that makes it fails, or what it makes is no
-      function of tokens: it has no method `__call__`. `check_logits` checks what that returns.
+    ConfigError: the gate's class or function cannot be imported, its call fails, or the call
+      returns an object without a method `__call__`.
   """
   made = functools.partial(
     made_by, _maker(config.gate), f"router.gate={config.gate!r}", needs=("__call__",)

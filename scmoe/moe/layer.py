@@ -361,7 +361,7 @@ class MoE(nnx.Module):
       noise = own(drawn, self.config.choices)
     if router.compat.jitter:
       low, high = 1 - router.compat.jitter, 1 + router.compat.jitter
-      key = jax.random.fold_in(key, 1)  # the noise has used the key itself
+      key = jax.random.fold_in(key, 1)  # the key itself is for the noise
       drawn = jax.random.uniform(
         key, (*shape, self.config.width), jnp.float32, minval=low, maxval=high
       )

@@ -176,8 +176,8 @@ def balance_loss(sums: RouterSums, kind: str) -> Array:
   """The sum of the layers' balancing losses, for `megablocks` their mean; without a coefficient.
 
   The result is a scalar. In Tutel, too, each layer adds its loss (l_aux). The caller decides which
-  tokens `sums` holds: those of a microbatch on all devices, as in GShard, Tutel and MegaBlocks; or
-  with `router.balance_over=step` all of a step's (`balance_part`).
+  tokens `sums` holds: those of a microbatch on all devices; or with `router.balance_over=step` all
+  of a step's (`balance_part`).
 
   Raises:
     ConfigError: `sums` is no `RouterSums`; or see `layer_balance`.
@@ -305,7 +305,7 @@ def statistics(sums: RouterSums, bias_range: Array | None = None) -> dict[str, A
     bias_range: largest minus smallest balancing bias of each layer; None: left out of the result.
 
   Returns:
-    float32 arrays with the leading (layer) shape of `sums`:
+    Arrays of the sums' types, with the leading (layer) shape of `sums`:
       load: f_e [.., E], each expert's share of the choices, zero experts included.
       drop: share of the choices that the transport dropped.
       rounds: mean `Dispatched.rounds` over devices, microbatches and gatings.

@@ -97,12 +97,12 @@ def route_distinct(
 ) -> Routing:
   """Top-1 routing that avoids each token's previous expert (DGMoE's distinctness constraint, A.2).
 
-  A token takes its best expert, or the second best if the best is `previous_T`, the expert that the
-  token chose in the preceding representation. The weight is that of `route` with k = 1: the score
-  of the expert taken, not divided by a sum; `router.compat.weight_norm` and
-  `router.routed_scaling_factor` apply. Token rounding and `router.compat.uniform` do not: they
-  would break the constraint. Other arguments, result and errors are those of `route` with K = 1,
-  but the gate has to score two experts at least, and open groups to hold as many.
+  A token takes its best expert, or the second best if the best is `previous_T`, the expert that its
+  preceding representation has chosen. The weight is that of `route` with k = 1: the score of the
+  expert taken, not divided by a sum; `router.compat.weight_norm` and `router.routed_scaling_factor`
+  apply. Token rounding and `router.compat.uniform` do not: they would break the constraint. Other
+  arguments, result and errors are those of `route` with K = 1, but the gate has to score two
+  experts at least, and open groups to hold as many.
   """
   scores = score(x_TD, gate, config, 2, num_experts, mask_T, training)
   best_T2 = scores.best(2, bias_E)

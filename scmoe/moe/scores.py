@@ -44,7 +44,7 @@ class Scores:
   """A gate's logits for every token, and the scores and choices that follow from them.
 
   Attributes:
-    logits_TE: the gate's logits, at least float32; in training `router.noise` is added.
+    logits_TE: the gate's logits, at least float32; in training with noise, if `router.noise` > 0.
     clean_TE: the logits without noise.
     mask_T: bool, False for tokens that take no part; None: all take part.
     config: options of the router: how scores are made of logits, and how experts form groups.

@@ -38,8 +38,8 @@ class Routing:
       `weight_TK` multiplies the experts' output.
     made_TK: bool, False for a choice that no expert serves: token rounding or `Packed` has dropped
       it, token rounding has added no expert in this column, or `computed` has taken out the choice
-      of a zero expert. `Packed` also sets it to False for masked tokens. None: all choices are
-      made.
+      of a zero expert. Token rounding and `Packed` also set it to False for masked tokens. None:
+      all choices are made.
     importance_E, soft_load_E: sums of the load-importance loss (`scmoe.moe.route.soft_load`); None
       with other losses.
     zero_experts: number of zero experts, which return their input and get no rows. They have the
@@ -111,11 +111,12 @@ class Dispatched:
   """The rows that this device's experts compute, what `combine` needs beside them, and two counts.
 
   Attributes:
-    rows: the rows, one array for each chunk of the exchange (`dispatch.chunks`), and one array
-      without an exchange (`Local`); for `combine` the experts' outputs in their place.
+    rows: the rows, one array for each chunk (`dispatch.chunks`), from `Local` one array in all; for
+      `combine` the experts' outputs in their place.
     layouts: for each chunk, the expert of each row. If tokens stay in place (`Local`) and weights
       multiply the experts' output, a row is a token, and the layout names the experts it chose.
-    dropped: int32 scalar, how many choices of this device found no room.
+    dropped: int32 scalar, how many choices of this device the transport dropped; those that
+      `dispatch.ablation.first_round` leaves out do not count.
     rounds: int32 scalar, 1 + the number of overflow rounds; if `dispatch.ablation.first_round`
       leaves them out, 1 + the number that would be needed. Only `Dropless` has such rounds, and
       `Put` and `Packed`, which are built on it.
@@ -128,8 +129,8 @@ class Dispatched:
       `dispatch.ablation.first_round` leaves them out; and None while `queues` still waits.
     queues: the queues (`dropless.Queues`) from which overflow rounds have yet to send; None if the
       program has no such rounds, or they have run.
-    plans: from `Put`, for each chunk what `combine` needs beside the rows; from `Dropless`, None
-      for each chunk; empty from the other transports.
+    plans: from `Put`, for each chunk what `combine` needs beside rows and permutation; from
+      `Dropless`, also within `Packed`, None for each chunk; else empty.
   """
 
   rows: tuple[Array, ...]
@@ -150,7 +151,7 @@ class RouterSums:
 
   The arrays are additive over devices, microbatches and the gatings of a block pair, so that one
   reduction serves all layers and all microbatches that run side by side. (A *gating* is one choice
-  of experts for all tokens; DGMoE makes two in a pair.) The arrays have the shape [] or [E], with
+  of experts for all tokens; DGMoE makes two in a unit.) The arrays have the shape [] or [E], with
   the layers in front where the model has stacked them. They are float32; sums of float64 logits or
   probabilities are float64. A token counts once for each gating, and a masked token not at all.
   `shortcut_square` and `main_square` differ: they count every token, masked or not, once for each
@@ -159,7 +160,7 @@ class RouterSums:
   Attributes:
     tokens: number of tokens.
     choices: Σ_e load_e: tokens · K, unless token rounding changes the number.
-    dropped: number of choices that found no room.
+    dropped: number of choices that the transport dropped (`Dispatched.dropped`).
     rounds, shards: Σ of `Dispatched.rounds` over devices, microbatches and gatings, and the number
       of addends in this sum, so that rounds / shards is their mean.
     load_E: number of taken choices of each expert, before the transport drops any.

@@ -74,8 +74,7 @@ class Offload:
       options: further fields of both `Migration`s.
 
     Raises:
-      ConfigError: a name is unknown, only one of them is none, or an option of a `Migration` has a
-        value that it refuses.
+      ConfigError: a name is unknown; or see `Offload` and `Migration`.
       TypeError: an option is no field of `Migration`, or is `mode`.
     """
     for name in (prefill, decode):
@@ -87,8 +86,8 @@ class Offload:
   def checked(self, model: GPT) -> Offload:
     """Checks that the model's experts are in the memory that this `Offload` expects; returns self.
 
-    An `Offload` without `Migration`s expects them on the device, one with them in the host's memory
-    or in files.
+    An `Offload` with `Migration`s expects them in the host's memory or in files; one without
+    `Migration`s expects them on the device.
 
     Raises:
       ConfigError: they are not where this `Offload` expects them.
@@ -129,7 +128,7 @@ def _experts_of_pairs(model: GPT) -> list[Any]:
 
 @dataclasses.dataclass
 class Usage:
-  """A record of decoding's requests to the caches of experts; `stream` fills it.
+  """A record of decoding's requests to the caches of experts.
 
   The shapes below are those on one device. On several, the last dimension of `held` has the C
   places of every device that holds experts (`scmoe.offload.cache.HOLDERS`), one after the other;
@@ -137,7 +136,7 @@ class Usage:
 
   Attributes:
     requests, misses: numbers of requested experts, and of those that had to be copied, summed over
-      devices, pairs, tokens and generations.
+      devices, pairs, their calls and generations.
     held: for each generation, int32 [pairs, C], the expert in each of C places before decode; -1
       for an empty place.
     worth: for each generation, float32 [pairs, E], the score by which the policy keeps experts,
@@ -179,7 +178,7 @@ class Usage:
 
   @property
   def hit_rate(self) -> float:
-    """Share of decoding's requests that found their expert on the device; 1 without requests."""
+    """Share of decoding's requests that found their expert in the cache; 1 without requests."""
     return 1 - self.misses / self.requests if self.requests else 1.0
 
   def hit_rate_of(self, policy: str) -> float:
@@ -221,7 +220,8 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
       `InferenceFolder.mapped`.
 
   Raises:
-    ConfigError: see `check`; or `pinned` leaves experts in their files on a mesh with tensor > 1.
+    ConfigError: an argument is of another type; see `check`; or `pinned` leaves experts in their
+      files on a mesh with tensor > 1.
   """
   check_type("model", model, GPT)
   check_type("mesh", mesh, Mesh)
@@ -269,7 +269,7 @@ def to_memory(
 ) -> Any:
   """Copies an array to a memory of the devices, in eight bits if asked; an `OnDisk` stays on disk.
 
-  The matrices of an `OnDisk` stay in their file. Only the experts' indices there are copied.
+  Of an `OnDisk` only the experts' indices in their file are copied.
 
   Args:
     x: a jax array in any memory, a NumPy array, an `OnDisk`, or an `Int8` of these.

@@ -41,11 +41,13 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-  """The bytes that a model and its workload need on each device, and for it in the host's memory.
+  """The bytes that a model and its workload need on a device, and in the host's memory for it.
+
+  Where devices divide a parameter among them, only the part of one device counts.
 
   Attributes:
-    dense: bytes of all parameters but the matrices of routed experts.
-    expert: bytes of one routed expert's matrices of one pair, in the compute type on the device.
+    dense: bytes of all parameters but the matrices of routed experts, in the compute type.
+    expert: bytes of one routed expert's matrices of one pair, in the compute type.
     moved: bytes of the same matrices in the host's memory, fewer if they are in eight bits.
     experts: number of experts of one pair that belong to a device.
     pairs: number of pairs of the model.

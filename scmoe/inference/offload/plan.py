@@ -31,7 +31,7 @@ from scmoe.profiling.roofline import MACHINES, Machine, Sizes, StageSeconds, mod
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # The least modelled seconds of a stage, since launching its kernels takes about so long
-# (experiments/LOG.md). Exchanges of at most 1,024 tokens may be modelled as shorter.
+# (experiments/LOG.md). Dispatch and combine of at most 1,024 tokens are modelled as taking no time.
 FLOOR = 8e-6
 
 

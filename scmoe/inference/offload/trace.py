@@ -29,7 +29,8 @@ def hits(
   Args:
     trace_LSE: the experts that each of L layers requested in each of S steps. Each layer has a
       cache of its own.
-    size: C, the number of places of each layer's cache; a step may request at most C experts of it.
+    size: C, the number of places of each layer's cache; in a step a layer requests at most C
+      experts.
     policy: one of `POLICIES`; for lfu and lru see `CachePolicy`.
     decay: see `CachePolicy`; only for lfu.
     held_LC: the expert in each place of the cache before the first step, -1 for none; None: all
@@ -37,7 +38,7 @@ def hits(
     worth_LE: every expert's worth (see `CachePolicy`) before the first step; None: 0.
 
   Raises:
-    ValueError: the policy is unknown, or a step requests more experts than there are places.
+    ValueError: the policy is unknown, or a layer requests more than C experts in a step.
   """
   if policy not in POLICIES:
     raise ValueError(f"policy={policy!r} is unknown; one of: {', '.join(POLICIES)}")

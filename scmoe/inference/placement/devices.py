@@ -70,7 +70,7 @@ def place(
 
 
 def check_devices(num_experts: int, devices: int, groups: int = 1) -> None:
-  """Checks that devices can hold equally many experts each, and groups whole.
+  """Checks that devices can hold equally many experts each: whole groups, or a part of one group.
 
   Args:
     num_experts: E.
@@ -103,7 +103,7 @@ def order_of(device_LE: Int[np.ndarray, "L E"]) -> Int[np.ndarray, "L E"]:
 def affinities(choices: Choices) -> Float[np.ndarray, "L1 E E"]:
   """How often a token chose expert e in a layer and f in the next: [L - 1, E, E] counts.
 
-  The two are the last gating of the layer and the first one of the next.
+  Expert e is a choice of the layer's last gating, f one of the next layer's first gating.
   """
   pairs = [g for g in range(len(choices.layer_G) - 1)
            if choices.layer_G[g] != choices.layer_G[g + 1]]  # fmt: skip

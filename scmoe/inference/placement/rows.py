@@ -25,11 +25,12 @@ class Rows(NamedTuple):
       the overflow rounds'. Times the model's width and the size of a number, these are bytes on the
       wire.
     rounds: 1 + the mean number of overflow rounds.
-    busiest: rows that the busiest device receives, from itself too, over the mean of all devices;
-      the mean over batches and gatings.
-    receivers: number of devices that hold an expert of a token, which may be the token's own; the
-      mean over gatings and over tokens with such an expert. An exchange that sent a token to each
-      of these devices once would send `receivers` rows for each token.
+    busiest: filled rows that the busiest device receives, from itself too, over the mean of all
+      devices; the mean over batches and gatings.
+    receivers: number of devices that hold the experts that a token chose, its own device perhaps
+      among them; the mean over gatings and over the tokens with a choice that needs a row. An
+      exchange that sent such a token to each of these devices once would send `receivers` rows for
+      it on average.
     apart: share of pairs of experts that lie on different devices, of all pairs that a token
       forms of its experts in one layer and those in the next; NaN with one layer. With one expert
       per token it is how often a token travels in ExFlow, where it stays with its last expert.

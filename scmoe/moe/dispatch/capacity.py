@@ -65,7 +65,7 @@ def capacity(
 
   Args:
     factor: the capacity factor.
-    tokens: T; where devices have different numbers of tokens, the largest, to which all pad.
+    tokens: T, of the group.
     num_experts: E.
     k: choices per token.
     need: the longest queue, `exact_capacity(counts)`. It depends on data, which `jit` does not have
@@ -158,7 +158,7 @@ class Capacity:
       each of this device's experts.
 
     Raises:
-      ConfigError: T is not a multiple of G.
+      ConfigError: T is not a multiple of G, or `routing` is no `Routing`.
     """
     del experts
     check_type("routing", routing, Routing)

@@ -50,8 +50,8 @@ from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import Exchange, largest
 from scmoe.parallel.mesh import TOKEN_AXES
 
-# An overflow round has room for 1/4 of the first round's rows. Each round costs about 0.1 ms of
-# launches on four GPUs; with 1/4 there are half as many rounds as with 1/8, in the same peak memory
+# An overflow round has room for 1/4 of the first round's rows. On four GPUs a round takes about
+# 0.1 ms; with 1/4 there are half as many rounds as with 1/8, in the same peak memory
 # (experiments/dispatch).
 OVERFLOW = 4
 # The axes of tokens over which this transport exchanges no rows. Devices that differ in one of
@@ -113,7 +113,7 @@ class Dropless:
 
   @property
   def sends_ahead(self) -> bool:
-    """Whether rows travel to other devices: without experts, `overflow` runs the later rounds."""
+    """Whether rows travel to other devices; see `Transport`."""
     return self.exchange.size > 1
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
@@ -129,8 +129,9 @@ class Dropless:
     Args:
       x_TD: tokens of this device.
       routing: their choices.
-      experts: `(rows, layout) -> rows`, an nnx.Module or a function that captures no traced values;
-        computes the rows of overflow rounds. None: `overflow` has to be called with the result.
+      experts: `(rows, layout) -> rows`, for the rows of overflow rounds: an nnx.Module, or a
+        function that is not differentiated with respect to arrays that it captures. None:
+        `overflow` has to be called with the result.
 
     Returns:
       `Dispatched` with rows [W·P, D] in each chunk, source rank by source rank (`Put`: the experts'
@@ -292,7 +293,7 @@ class Chunk:
   Attributes:
     rows_RD: the rows that leave this device, or that have arrived if the transport `delivers`.
     window: which choice of this device fills which row of its send buffer [W·P].
-    plan: what `combine` needs beside the rows; None: it needs nothing else.
+    plan: what `combine` needs beside rows and window; None: it needs nothing else.
   """
 
   rows_RD: Array

@@ -117,7 +117,10 @@ class DispatchConfig(Options, path="dispatch"):
 
   @property
   def fixed_buffers(self) -> bool:
-    """Whether rows travel once, in buffers whose size the capacity gives."""
+    """Whether the transport is `capacity`: rows travel once, in buffers of the capacity's size.
+
+    It is True for `capacity_factor` 0 too, although rows then travel as with `dropless`.
+    """
     return self.kind is not None and not self.kind.in_rounds
 
   @property
@@ -125,7 +128,8 @@ class DispatchConfig(Options, path="dispatch"):
     """Whether a training step that exchanges rows may leave some over, and is then run again.
 
     No step with a user's own transport is repeated; nor is one whose rows without room are to be
-    lost (`ablation.first_round`). Without a capacity, `capacity` sends rows as `dropless` does.
+    lost (`ablation.first_round`). With `capacity_factor` 0, `capacity` sends rows as `dropless`
+    does.
     """
     kind = self.kind
     in_rounds = kind is not None and (kind.in_rounds or self.capacity_factor == 0)

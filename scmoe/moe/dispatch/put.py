@@ -1,15 +1,15 @@
 """The put transport: a kernel writes each row into its expert's tiles, on the GPU that has them.
 
-The other transports pack rows into a buffer, exchange the buffers, and sort what arrives by expert.
-Here one kernel does the three (`scmoe.kernels.put`): it reads a token once and writes it to its
+With `Dropless`, rows are packed into a buffer, the buffers are exchanged, and the experts sort what
+arrives. Here one kernel does the three (`scmoe.kernels.put`): it reads a token and writes it to its
 place in the tiles of each of its experts, over NVLink where these are on another GPU. Combine is
 the same kernel the other way: it writes each output into the row of its choice on the token's
 device. The backward pass of dispatch moves rows as combine does, and that of combine as dispatch.
 
 To know a row's place, its sender needs the counts of all ranks, which one small all-gather
-collects, as for `Dropless`. The rounds are those of `Dropless` too: the first moves at most P rows
-of every queue (each rank has a queue for every rank), so that the tiles have a fixed size. Overflow
-rounds, which go by all-to-all, move the rest.
+collects, as for `Dropless`. The rounds are those of `Dropless` too: the first, or each of its
+chunks, moves at most P rows of every queue (each rank has a queue for every rank), so that the
+tiles have a fixed size. Overflow rounds, which go by all-to-all, move the rest.
 
 No model runs it on GPUs yet: see `check_put`.
 
@@ -107,8 +107,8 @@ def check_put(exchange: Exchange) -> None:
   """Refuses the put transport on all devices but CPUs, and for a hierarchical exchange.
 
   On GPUs a program with puts in a loop has not been seen to end; measurements of single puts make a
-  `Put` without this check. On a CPU collectives stand for the kernel, so that any program with this
-  transport can be tried there.
+  `Put` without this check. On a CPU collectives stand for the kernel, so that the transport can be
+  tried there.
 
   Raises:
     ConfigError: the devices are not CPUs, or `dispatch.nodes` is larger than 1.

@@ -210,9 +210,9 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
 def sends_ahead(transport: Transport) -> bool:
   """Whether a transport exchanges rows between devices, and can dispatch them without the experts.
 
-  The transport's property of this name says so. One without it, as most of users' own, may compute
-  rows within dispatch, so it counts as one that cannot. The ablation `silent`, which moves no row,
-  counts as an exchange.
+  The transport's property of this name says so. A transport without it may compute rows within
+  dispatch, so it counts as one that cannot. The ablation `silent`, which moves no row, counts as an
+  exchange.
   """
   return getattr(transport, "sends_ahead", False)
 
@@ -221,8 +221,6 @@ def overflow(
   transport: Transport, x_TD: Array, routing: Routing, sent: Dispatched, experts: Any
 ) -> Dispatched:
   """Runs the overflow rounds that `dispatch` leaves out if its `experts` are None.
-
-  Only `Dropless`, and transports that contain one, have such rounds.
 
   Args:
     transport: one for which `sends_ahead` is true.
@@ -257,7 +255,7 @@ def make_exchange(config: DispatchConfig) -> Exchange:
 def _local_groups(config: DispatchConfig) -> int:
   """Number of capacity groups of a device: `dispatch.groups` / shards, or 1 if that option is 0.
 
-  A shard is an index on the mesh's axes of tokens (`TOKEN_AXES`).
+  The number of shards is the product of the sizes of `TOKEN_AXES`.
 
   Raises:
     ConfigError: `dispatch.groups` is not a multiple of the number of shards.

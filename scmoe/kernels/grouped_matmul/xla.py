@@ -111,7 +111,7 @@ def _of_groups(layout: GroupLayout, precision, dtype=None) -> _Products:
     }
 
   def product(lhs_RK, rhs_GKN, transpose=False):
-    if groups == 1:  # rematerialisation's policy would not see a product with a batch dimension
+    if groups == 1:  # `train.remat=dots` does not save products with a batch dimension
       rhs_KN = rhs_GKN[0].T if transpose else rhs_GKN[0]
       return jnp.matmul(lhs_RK, rhs_KN, **options(lhs_RK, rhs_GKN))
     equation = "gbk,gnk->gbn" if transpose else "gbk,gkn->gbn"

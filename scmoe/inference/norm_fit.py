@@ -1,9 +1,9 @@
 """Fits the norm of a new shortcut, so that experts read nearly what they read before.
 
 A source model and the model that was made from it (`scmoe.pretrained.upcycle`) have the same
-experts, which read different values. The norm before the new model's experts is fitted by least
-squares, channel by channel: its output comes as close as a norm can bring it to what the same
-experts read in the source, in the mean of the squares over all tokens.
+experts, which read different values. Scale and bias of the norm before the new model's experts are
+fitted by least squares, channel by channel: its output comes as close as they can bring it to what
+the same experts read in the source, in the mean of the squares over all tokens.
 
 Both models run pair by pair, on one device, and the new model's pairs read the source's residual
 stream. So the values that are compared differ only by where the experts read.
@@ -59,7 +59,8 @@ def fit_norms(source: GPT, model: GPT, batches: Iterable[Batch], router: Any = N
     router: router state of the source; None if it has none.
 
   Raises:
-    AssertionError: there is no batch, or a pair of `model` has no `own_norm`.
+    AssertionError: there is no batch, a pair of `source` has no experts, or one of `model` no
+      `own_norm`.
   """
   sums_of = nnx.jit(_sums)
   total: Any = None

@@ -14,8 +14,9 @@ these classes in place of the model's own:
 
 Partial sums occur because several thread blocks share the rows of a matrix: each block writes the
 sum over its rows, and the kernel that reads the product adds the blocks' sums. Schedule, transports
-and experts are those of the plain pair. If no kernel supports a shape, the plain class computes, so
-on a CPU the results are bitwise those of the plain model (`tests/inference/test_token.py`).
+and experts are those of the plain pair. If no kernel supports a shape, an option or the device, the
+plain class computes, so on a CPU the results are bitwise those of the plain model
+(`tests/inference/test_token.py`).
 
     B  rows: 1                 H  heads of queries               N  width of a head
     S  tokens of a row: 1      K  heads of keys and values       P  partial sums of a product

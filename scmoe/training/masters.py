@@ -98,7 +98,8 @@ def _changed(change: Callable[[Any], Any], params: PyTree, where: list[bool]) ->
 
   Arrays are changed in one program, since a program for each shape takes longer to compile. Traced
   values, inside a step's program, and `jax.ShapeDtypeStruct`s need no program of their own. Leaves
-  in the host's memory are changed by the host, one after the other (`_changed_on_host`).
+  in the host's memory or in files are changed by the host, one after the other
+  (`_changed_on_host`).
   """
   leaves, structure = jax.tree.flatten(params, is_leaf=is_halves)
   given = [leaf for leaf, yes in zip(leaves, where, strict=True) if yes]
@@ -142,7 +143,7 @@ def _joined(high: Array, low: Array) -> Array:
   return jax.lax.bitcast_convert_type(upper + low.astype(jnp.uint32), jnp.float32)
 
 
-# -- halves and float32 arrays in the host's memory ------------------------------------------------
+# -- halves and float32 arrays in the host's memory, and halves in files ---------------------------
 
 
 def _is_away(leaf: Any) -> bool:
@@ -151,11 +152,11 @@ def _is_away(leaf: Any) -> bool:
 
 
 def _changed_on_host(leaf: Any) -> Any:
-  """Joins `Halves` whose `low` lies in the host's memory or a file; halves a float32 array there.
+  """Joins `Halves` whose `low` is in the host's memory or a file, or halves a float32 array.
 
-  The float32 array and `low` lie in the host's memory, `high` on the devices. A float32 array's
-  halves both get its sharding; `Halves` that are joined give an array with the sharding of `low`.
-  With `low` in a file that is a `Pieced`.
+  The float32 array is in the host's memory. Its `low` gets the same sharding there, and its `high`
+  is divided in the same way, on the devices. Joined `Halves` give an array with the sharding of
+  `low`, or a `Pieced` if `low` is in a file.
   """
   if is_halves(leaf) and is_pieced(leaf.low):
     return _pieced(leaf.high, leaf.low)

@@ -1,18 +1,18 @@
 """The state on which steps are timed: its router spreads tokens evenly, and goes on doing so.
 
-A schedule is chosen, and a profile made, with fresh parameters and random tokens. There the routers
-of deep blocks send most tokens to few experts: a fresh model's attention adds nearly the same value
-to all tokens of a sequence, and gates read little else. Steps on the same random batch make it
-worse. The rows that one round of an exchange has no room for then travel in overflow rounds, beside
-which XLA runs nothing, and the measurement sees exchanges that a trained, balanced router does not
-cause. For `gpt2_moe_medium` with 4 layers over a slow link such steps took 181 ms, and 146 ms when
-no round overflowed (experiments/LOG.md, 2026-11-27).
+`overlap.schedule=auto` and `scmoe.profile` time steps with fresh parameters and random tokens. The
+routers of deep blocks would then send most tokens to few experts: a fresh model's attention adds
+nearly the same value to all tokens of a sequence, and gates read little else. Steps on the same
+random batch make it worse. The rows that one round of an exchange has no room for then travel in
+overflow rounds, beside which XLA runs nothing, and the measurement sees exchanges that a trained,
+balanced router does not cause. For `gpt2_moe_medium` with 4 layers over a slow link such steps took
+181 ms, and 146 ms when no round overflowed (experiments/LOG.md, 2026-11-27).
 
 So the embeddings of tokens, and of the patches of images, are `SPREAD` times as large as a run
 initialises them. What tells tokens apart then outweighs what their sequence adds, and the loads of
 experts come out as even as those of a trained router: the fullest of 16 experts gets 1.2 to 1.4
 times the mean load in every block instead of up to 2.3 times. The timed steps hardly change that:
-each is step 0 of the run, whose learning rate is the smallest of the warm-up.
+each is step 0 of the run, and a warm-up begins with its smallest learning rate.
 """
 
 from __future__ import annotations

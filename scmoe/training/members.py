@@ -1,10 +1,10 @@
 """The members of an elastic run, and the plan of who trains: small files in WORKDIR/elastic/.
 
 Each process of the launcher is a member: a parent that runs the training command as a child
-(`scmoe.training.elastic`). A member writes one file about itself every second and reads those of
-the others. It counts a member as alive while that member's file goes on changing, by its own
-clock: the clocks of two hosts are never compared. Of the living members that may train in the next
-turn, the one with the lowest number writes the plan.
+(`scmoe.training.elastic`). A member writes one file about itself, about every second and at each
+change, and reads those of the others. It counts a member as alive while that member's file goes on
+changing, by its own clock: the clocks of two hosts are never compared. Of the living members that
+may train in the next turn, the one with the lowest number writes the plan.
 
 Files are overwritten in place and not renamed: on NFS a host opens the current content of a file
 that it knows, but may find the old file under a name for up to a minute. A half-written file is no
@@ -30,7 +30,7 @@ PLAN, AHEAD = "plan.json", "ahead.json"
 WAITING, COUNTING, RUNNING, ENDED = "waiting", "counting", "running", "ended"
 REGROUP, LEAVE = "regroup", "leave"
 DEATHS = 2  # after so many deaths in a row a member's host counts as at fault
-GONE_SECONDS = 3.0  # a member without its lock that wrote nothing for so long is gone; see `Life`
+GONE_SECONDS = 3.0  # a member without its lock that wrote nothing for so long is gone; see `Others`
 LATE_SECONDS = 2.0  # a look that comes more seconds after the one before was held up; see `Others`
 _MOST_BYTES = 1 << 16
 
@@ -46,11 +46,11 @@ class Member(NamedTuple):
     turn: the last turn in which it ran the command; 0 if it has not yet.
     host: name or address at which other members reach it.
     devices: devices of its host that the command will use.
-    asks: why it asked its command to save and stop: REGROUP (members wait to join), LEAVE (it was
-      told to stop and leaves the others); "" if it did not ask.
+    asks: REGROUP: it has asked its command to save and stop, because members wait to join. LEAVE:
+      it was told to stop, and leaves the others. "": neither.
     code: exit code, once ENDED.
-    deaths: number of turns in a row in which its command died by itself, without a checkpoint later
-      than that of the death before.
+    deaths: number of turns in a row in which its command died by itself, not by its watchdog,
+      without a checkpoint later than that of the death before.
     beat: counts the writes of the file.
   """
 
@@ -67,7 +67,7 @@ class Member(NamedTuple):
 
   @property
   def at_fault(self) -> bool:
-    """True if the command died by itself in `DEATHS` turns in a row: its host may be at fault."""
+    """True if `deaths` has reached `DEATHS`: its host may be at fault."""
     return self.deaths >= DEATHS
 
 
@@ -87,10 +87,10 @@ class Plan(NamedTuple):
     turn: 1, 2, ... over all starts in this folder.
     members: numbers of the members that train. The first one is process 0 of jax.distributed.
     tokens: theirs. A member that was started again since then has another one: it takes no part.
-    coordinator: host:port of that process.
+    coordinator: host:port of process 0.
     data, expert: sizes of these axes of the mesh.
-    words: for people: the mesh, the number of its processes and of all, and, if a larger mesh was
-      tried, why that does not fit.
+    words: for people: the mesh, the number of its processes and of all, and, if meshes were tried
+      before it, why the first of them does not fit.
   """
 
   turn: int = 0
@@ -114,13 +114,13 @@ def member_file(folder: Path, number: int) -> Path:
 
 
 def read_member(folder: Path, number: int) -> Member | None:
-  """Reads a member's file; None if there is none or it is not whole."""
+  """Reads a member's file; None if it is missing, not whole or unreadable."""
   found = _read(member_file(folder, number), _MEMBER)
   return Member(**{name: found[name] for name in Member._fields}) if found else None
 
 
 def read_plan(folder: Path, name: str = PLAN) -> Plan | None:
-  """The plan in a file of the folder; None if there is none or the file is not whole."""
+  """The plan in a file of the folder; None if the file is missing, not whole or unreadable."""
   found = _read(folder / name, _PLAN)
   if not found:
     return None
@@ -254,7 +254,7 @@ class Others:
     return self._clock() - self._since
 
   def look(self) -> None:
-    """Reads all files once."""
+    """Reads the other members' files once, and tests their locks where that can tell something."""
     before = self._looked
     for number in self._numbers:
       member = read_member(self._folder, number)

@@ -40,13 +40,13 @@ class Means:
 
 
 class Meter:
-  """Time per step, without compilation, evaluation and saving.
+  """Time per step, without the time that `pause` leaves out, such as an evaluation or a save.
 
   The loop calls `begin` when it has dispatched a step, `tick` when it has read a step's results,
-  and `pause` when the following time belongs to no step. It reads the results of step n after it
-  has dispatched step n + 1, and the dispatch may last until step n + 1 is almost done. When the
-  loop ends or pauses, it then reads the results of step n + 1 at once. So the time between two
-  ticks without a `begin` is no step's.
+  and `pause` when the following time belongs to no step. As a rule it reads the results of step n
+  after it has dispatched step n + 1, and the dispatch may last until step n + 1 is almost done.
+  When the loop ends or pauses, it then reads the results of step n + 1 at once. So the time between
+  two ticks without a `begin` is no step's.
   """
 
   def __init__(self) -> None:
@@ -63,7 +63,8 @@ class Meter:
   def tick(self) -> None:
     """Notes that a step's results were read, and how long it took since the last `tick`.
 
-    No time is noted after `pause`, or without a `begin` since the last `tick`.
+    No time is noted by the first `tick` of all, by the first after `pause`, or without a `begin`
+    since the last `tick`.
     """
     now = time.perf_counter()
     if self._last is not None and self._begun:
@@ -78,8 +79,7 @@ class Meter:
   def take(self) -> float:
     """Mean seconds per step since the last call; the last call's mean if no step was timed since.
 
-    The last step of a run has no next dispatch, so it is not timed. NaN if no step was timed at
-    all.
+    NaN if no step was timed at all.
     """
     if self._interval:
       self._mean = float(np.mean(self._interval))

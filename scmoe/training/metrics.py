@@ -207,7 +207,7 @@ class Tracker:
 
   Args:
     package: `wandb` or `trackio`.
-    workdir: of the run, which gives its name.
+    workdir: of the run; its last part is the run's name there.
     config: of the run, JSON-able.
   """
 

@@ -2,7 +2,7 @@
 
 A parameter's name and its module's say whether it is a matrix (`scmoe.models.matrices`). A
 parameter of 12 stacked layers with 8 experts each is 96 matrices. The iteration that makes them
-orthogonal is optax's. AdamW updates the rest: embeddings, the head, routers, norms, biases, and
+orthogonal is optax's. Adam updates the rest: embeddings, the head, routers, norms, biases, and
 parameters of a user's modules with other names.
 
 Sources: K. Jordan et al., Muon (2024); the scale is that of J. Liu et al., "Muon is Scalable for

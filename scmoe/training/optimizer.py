@@ -36,10 +36,11 @@ class Optimizer(NamedTuple):
     tx: the optax transformation.
     schedule: step -> learning rate.
     scaling: how the loss is scaled; None: not at all.
-    spikes: the test for spikes; None: every finite step updates the parameters.
+    spikes: the test for spikes; None: there is none.
     shares: which data rank updates which parameters and moments; None: each rank updates all.
     average: how the average of the weights is kept; None: there is none.
-    on_host: how moments in the host's memory are streamed; None: they lie in the devices' memory.
+    on_host: how moments in the host's memory or in files are updated; None: they lie in the
+      devices' memory.
   """
 
   tx: optax.GradientTransformationExtraArgs
@@ -118,8 +119,9 @@ def make_optimizer(
     specs: PartitionSpecs like the parameters; Muon needs them if `update` runs in the manual region
       without `shares`, which have specs of their own.
     shares: the shares that each data rank updates; None: each rank updates all.
-    on_host: moments lie in the host's memory and are updated layer by layer; None: they do not.
-      Needs parameters in nested dictionaries and, if weights decay, a function as `mask`.
+    on_host: moments lie in the host's memory or in files and are updated layer by layer; None: in
+      the devices' memory, all at once. Needs parameters in nested dictionaries and, if weights
+      decay, a function as `mask`.
   """
   schedule = make_schedule(cfg, steps)
   specs = specs if shares is None else shares.share_specs

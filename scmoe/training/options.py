@@ -333,8 +333,9 @@ class CheckpointConfig(Options, path="checkpoint"):
 class DistributedConfig(Options, path="distributed"):
   """How the processes of a run find each other and give up a silent one (section `distributed`).
 
-  Under SLURM nothing has to be set. Otherwise every process gets the same coordinator and count
-  and its own id, here or as SCMOE_COORDINATOR, SCMOE_NUM_PROCESSES and SCMOE_PROCESS_ID.
+  Under SLURM, or for one process, nothing has to be set. Otherwise every process gets the same
+  coordinator and count and its own id, here or as SCMOE_COORDINATOR, SCMOE_NUM_PROCESSES and
+  SCMOE_PROCESS_ID.
   """
 
   coordinator: str = option("", "host:port of process 0; empty: from SLURM or the environment")

@@ -1,8 +1,8 @@
 """An array of the state that the host reads piece by piece, because memory may not hold all of it.
 
 With `mesh.moments_in=files` a checkpoint's form of the state (`TrainState.for_checkpoint`) has such
-objects in place of moments, and of parameters whose lower halves lie in files. A save writes one
-piece after the other (`Checkpointer.save`).
+objects in place of moments, and of parameters whose lower halves lie in files. A save writes few
+pieces at a time (`Checkpointer.save`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Pieced:
     return itertools.product(*map(range, self.shape[: self.leading]))
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    """The whole array; for one that memory holds."""
+    """The whole array, if it fits into memory."""
     del copy
     pieces = [self.read(place) for place in self.places]
     whole = np.concatenate(pieces) if self.leading else pieces[0]

@@ -3,10 +3,9 @@
 Orbax describes the arrays and reads them like those of any step: each is a folder with a file for
 every piece (zarr). tensorstore writes the pieces, as it does for Orbax. A training step's pieces
 are written with fsync, as Orbax writes, a conversion's without it: the operating system decides
-when they reach the disk. With fsync, a disk that reads and writes by turns
-would make a conversion as slow as both together (experiments/LOG.md). If power fails before the
-pieces are on the disk, their fingerprints show it when the step is read, and the conversion's
-source is still there.
+when they reach the disk. With fsync, a disk that reads and writes by turns would make a conversion
+as slow as both together (experiments/LOG.md). If power fails before the pieces are on the disk,
+their fingerprints show it when the step is read, and the conversion's source is still there.
 """
 
 from __future__ import annotations

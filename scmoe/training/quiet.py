@@ -14,8 +14,8 @@ def quiet_libraries() -> None:
 
   scmoe's own warnings say in one line each what failed. orbax logs tracebacks, so the loggers
   `absl` and `asyncio` are set to critical errors only. When one of orbax's reads or writes fails,
-  orbax closes its event loop. Every other read or write then raises in a tensorstore thread, or in
-  the coroutine that Python closes unfinished when it exits. Both exceptions reach
+  orbax closes its event loop. Others that are under way then raise in a tensorstore thread, or in a
+  coroutine that Python closes unfinished as it exits. Both kinds of exceptions reach
   `sys.unraisablehook`, and the hook that this function installs drops them: one full disk or one
   damaged file would print over a hundred tracebacks.
   """

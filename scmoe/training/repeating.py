@@ -1,17 +1,17 @@
 """A training step without overflow rounds, and its repetition where rows were left over.
 
 The loop of overflow rounds in every layer (`scmoe.moe.dispatch.dropless`) costs time even where it
-never runs: XLA's GPU runtime copies the loop's condition to the host, which launches nothing until
-it has read it, and XLA runs no exchange beside the loop. With `dispatch.overflow=repeat` a step is
-one of two programs with the same state:
+never runs: XLA's GPU runtime copies the loop's condition to the host, which reads it before it
+launches anything else, and XLA runs no exchange beside the loop. With `dispatch.overflow=repeat` a
+step is one of two programs with the same state:
 
   once     sends the first round of rows only. Where no row is left over, it adds up the same
            numbers as the program with loops. Otherwise the step changes no bit of the state
-  looped   has the loops. It runs the steps again in which rows were left over
+  looped   has the loops. It runs those steps again in which rows were left over
 
 The host reads one array of a step, the rounds that each layer needs, before it dispatches the next
-one. Where rows are left over often, the steps go to the program with loops at once (`Pace`). That
-program is compiled when it is first needed, so a run whose loads fit compiles one program.
+step. Where rows are left over often, the program with loops runs the steps from the start (`Pace`).
+It is compiled when it is first needed, so a run whose loads fit compiles one program.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TWICE, RECENT, CALM, MOST = 2, 8, 8, 512
 class Pace:
   """Decides from the steps so far whether the next one runs with loops from the start.
 
-  A repeated step costs both programs; a step with loops, where rows fit, costs a part of one. So
-  single steps are repeated, and bursts run with loops. A burst that begins again soon after the
-  last one doubles the number of calm steps that end it.
+  To repeat a step costs a whole program more; loops in a step whose rows fit cost a part of one. So
+  single steps are repeated, and bursts run with loops. If a burst begins within `calm` steps after
+  the last one, twice as many calm steps end it, but at most `MOST`.
 
   Attributes:
     looped: whether the next step runs with loops.
@@ -115,7 +115,7 @@ class RepeatingStep(GuidedStep):
 
   @property
   def compiles_next(self) -> bool:
-    """True if the next call compiles, and so takes long."""
+    """True if the program that begins the next step has to be compiled, which takes long."""
     return self.looped.compiles_next if self.pace.looped else super().compiles_next
 
   @property
@@ -141,7 +141,7 @@ class RepeatingStep(GuidedStep):
     self.repeated, self.pace = 0, Pace()
 
   def begin(self, *args: Any) -> Any:
-    """Dispatches a step without waiting for it; its result is final unless `left_over` says so.
+    """Dispatches a step without waiting for it; its result is final if `left_over` is then False.
 
     Args:
       *args: the state, which is donated, and the batch.
@@ -152,7 +152,7 @@ class RepeatingStep(GuidedStep):
     return self._counted(super().__call__(*args))
 
   def left_over(self, arrays: Mapping[str, Any]) -> bool:
-    """Whether the step that was begun last has to be run again; waits for it.
+    """Whether the step that was begun last has to be run again; waits for it, and tells `pace`.
 
     Args:
       arrays: the step's per-layer arrays, which `begin` returned.
@@ -169,7 +169,7 @@ class RepeatingStep(GuidedStep):
     return over and not self.ran_looped
 
   def again(self, *args: Any) -> Any:
-    """Runs the step with loops that `left_over` asked for; its result is final.
+    """Runs the last step again, with loops, after `left_over` was True; its result is final.
 
     Args:
       *args: the state that `begin` returned, which equals the state before the step and is donated,
@@ -181,7 +181,7 @@ class RepeatingStep(GuidedStep):
     return self._counted(self.looped(*args))
 
   def __call__(self, *args: Any) -> Any:
-    """Runs one step to its end, once or twice; arguments and results are those of the step."""
+    """Runs one step, twice if rows are left over; arguments and results are those of the step."""
     state, batch = args
     state, scalars, arrays = self.begin(state, batch)
     if self.left_over(arrays):

@@ -22,8 +22,8 @@ from scmoe.training.signals import hangups
 # Exit codes after which `supervise` does not start the run again; see `scmoe.base.errors` for their
 # meaning. An elastic run goes on after 75 if its members regroup or one of them leaves.
 FINAL = (0, 2, 3, 4, 5, 6, GAVE_UP_EXIT, 75)
-# Most seconds from the command's end to its next start. The waits before restarts in a row are 1,
-# 2, 4, ... seconds; an elastic run's first restart comes without a wait.
+# Most seconds that a restart is put off. Restarts in a row are put off for 1, 2, 4, ... seconds, an
+# elastic run's for 0, 2, 4, ...
 LONGEST_WAIT = 60.0
 
 
@@ -37,8 +37,9 @@ def supervise(
   """Runs a command, again and again until it ends for good; returns its last exit code.
 
   It ends for good with a code of `FINAL`, after a request to stop, or when no restart is left. The
-  code is 128 + N if signal N killed the command. SIGTERM and SIGHUP (unless nohup ignores it) are
-  passed on to the command, which is then not started again.
+  code is 128 + N if signal N killed the command. A request to stop is SIGTERM or SIGHUP (unless
+  nohup ignores it), which is passed on to the command. If it comes between two starts, the next
+  start is the last, and gets SIGTERM at once.
 
   Args:
     command: program and arguments.

@@ -1,7 +1,8 @@
 """Reads checkpoints: the steps of a directory, and the arrays of a step, checked by fingerprints.
 
-Orbax reads the arrays. It does not notice a flipped bit, and it casts and pads silently; so names,
-shapes and types are compared before a read, and fingerprints after it.
+Orbax reads the arrays. It does not notice a flipped bit, and it casts and pads silently. So `load`
+compares names, shapes and types before it reads, and every read ends with a comparison of the
+fingerprints.
 """
 
 from __future__ import annotations
@@ -216,8 +217,9 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
 
   Args:
     place: directory of the step.
-    abstract: pytree of ShapeDtypeStruct with shardings. An `InFile` in place of one has its array
-      written to its file as a `Pieced`; such arrays are read one after the other.
+    abstract: pytree of ShapeDtypeStruct with shardings. Where an `InFile` is in place of one, the
+      array is written to that file and becomes a `Pieced`; such arrays are read one after the
+      other.
     meta: of the step.
     partial: whether `abstract` may leave out leaves that the step holds.
 
@@ -225,6 +227,7 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
     Damaged: a file cannot be read, or a leaf differs from what was written. Errors of too little
       memory and of missing permission are passed on instead.
     ConfigError: the step's leaves do not fit the names, shapes and types of `abstract` (`misfit`).
+    StorageError: the file of an `InFile` cannot be made or written.
   """
   wanted = flatten(abstract)
   # Shapes and types are compared before anything is read: orbax would cast or pad silently.

@@ -1,7 +1,7 @@
 """Reads checkpoints of earlier versions, which called some things by other names.
 
-Nothing is converted on disk. A checkpoint of schema 1 is read by the names below, and its next save
-is of the present schema.
+Nothing is converted on disk. A checkpoint of schema 1 is read by the names below, and the run's
+next checkpoint is of the present schema.
 
 | schema 1                                     | now                                            |
 |----------------------------------------------|------------------------------------------------|

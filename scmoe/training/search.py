@@ -60,9 +60,10 @@ def against(candidate: Timing, kept: Timing, margin: float) -> tuple[bool, str]:
 class Search:
   """A training step that tries its variants, measures them in turns, and stays with the fastest.
 
-  Call it like the step. The first candidate is always tried. Another one is tried only if it would
-  fit into what is left of `seconds`, were it as slow to prepare as the slowest so far, and into
-  what is left of `most_steps`. All processes follow process 0.
+  Call it like the step. The first candidate is always tried. Another one, unless it is compiled
+  `together` with the first, is tried only if it would fit into what is left of `seconds`, were it
+  as slow to prepare as the slowest so far, and into what is left of `most_steps`. All processes
+  follow process 0.
 
   Args:
     steps: the variants.
@@ -117,9 +118,9 @@ class Search:
     self.seconds, self.most_steps, self.margin = seconds, most_steps, margin
     self.where = where
     self.measured: dict[Variant, list[float]] = {}
-    # Seconds from the start of a variant's compilation until its steps can be timed. For variants
-    # that are compiled side by side they begin with the first compilation of all, and hold the
-    # warm-up and the first timed steps of the variants before it.
+    # Seconds from the start of a variant's compilation until its steps can be timed. For a variant
+    # that is compiled side by side with others they begin with the first compilation of all, and
+    # hold the warm-up and the first timed steps of the variants before it.
     self.prepared: dict[Variant, float] = {}
     # Why a variant is left out: no time or no steps were left for it, or XLA could not compile it.
     self.untried: dict[Variant, str] = {}
@@ -273,8 +274,8 @@ class Search:
   def _plan(self) -> Iterator[tuple[Variant, bool]]:
     """Yields (variant, whether its time counts) for each call, decided after the call before it.
 
-    Compiles and profiles each candidate for which time and steps are left, then measures them in
-    turns if there are several, so that drift of the machine's speed affects all alike.
+    Prepares the first candidate, and each other for which time and steps are left. Then measures
+    them in turns if there are several, so that drift of the machine's speed affects all alike.
     """
     self._began = self._clock()
     if self.together > 1:
@@ -298,7 +299,7 @@ class Search:
         yield from ((candidate, True) for candidate in self.prepared)
 
   def _side_by_side(self) -> Iterator[tuple[Variant, bool]]:
-    """Does `_plan`'s work for the first `together` candidates, compiled at the same time.
+    """Prepares the first `together` candidates, which are compiled at the same time, for `_plan`.
 
     XLA spends most of a compilation on one core, and a host with GPUs has many.
     """
@@ -377,7 +378,7 @@ class Search:
     return False
 
   def _affordable(self) -> bool:
-    """True if there is time and steps enough to try one more candidate.
+    """True if enough time and steps are left to try one more candidate.
 
     Time: `seconds` leave as much as the slowest preparation so far took. Steps: `most_steps` leave
     the mean number of calls of a preparation so far, and all measurements, the new one's included.

@@ -97,7 +97,7 @@ def check_side_by_side(builts: Sequence[Any]) -> None:
   Raises:
     ConfigError: they differ in more than name and seed, two have the same seed, a seed is too
       large, they use several devices or processes, or an option (tuner, teacher, adapters, moments
-      in the host's memory, backend mosaic_gpu) works for one run at a time only.
+      off the device, backend mosaic_gpu) works for one run at a time only.
   """
   first = builts[0]
   if first.mesh.size > 1 or jax.process_count() > 1:

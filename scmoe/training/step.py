@@ -191,14 +191,14 @@ def abstract_state(
 
   Args:
     init: key -> (params, router).
-    optimizer: its state, and the average of the parameters, are sharded like the parameters they
+    optimizer: its moments, and the average of the parameters, are sharded like the parameters they
       belong to, and divided further over data ranks if it has `Optimizer.shares`. With
-      `Optimizer.on_host` moments and lower halves lie in the host's memory.
+      `Optimizer.on_host` moments and lower halves lie where it says.
     mesh: counters and scalars are replicated over it.
     shardings: two pytrees of NamedSharding: one like `params`, for whole parameters
       (`mesh.shard_state=none`); one like `router`.
     cast: parameters -> parameters in the types in which the model reads them. If given, float32
-      parameters that it reads in bfloat16 become `Halves` (`scmoe.training.masters`).
+      parameters that the model reads in bfloat16 become `Halves` (`scmoe.training.masters`).
     teacher: ShapeDtypeStructs, with shardings, of the arrays for `Objective.taught`.
   """
   shapes = jax.eval_shape(lambda: _fresh(init, optimizer, 0))
@@ -241,8 +241,8 @@ def init_state(
   Args:
     init, optimizer: as for `abstract_state`.
     seed: of fresh parameters, and of the random keys of all steps.
-    abstract: from `abstract_state`; says shardings, which parameters become `Halves`, and which
-      stacks become `Apart`s.
+    abstract: from `abstract_state`; says where arrays lie, which parameters become `Halves`, and
+      which stacks become `Apart`s.
     params: float32 parameters to begin with, which are donated; None: fresh ones from `init`.
 
   Returns:
@@ -250,7 +250,8 @@ def init_state(
   """
   abstract = dataclasses.replace(abstract, teacher=None)
   if optimizer.on_host is not None and optimizer.on_host.computes and _in_layers(abstract):
-    # The host makes the moments in ordinary memory. Only lower halves pass through pinned memory.
+    # The host makes the moments in ordinary memory or in files. Only lower halves pass through
+    # pinned memory.
     made = dataclasses.replace(without_kept(abstract), params=abstract.params)
     state = _made(init, optimizer, seed, made, params)
     return begun_on_host(state, abstract)
@@ -304,7 +305,7 @@ def make_train_step(
     repeats: see `make_local_step`.
     compiler_options: XLA's, for this step only.
 
-  The results are those of `make_local_step`.
+  The results are those of `make_local_step`; a `HostStep` adds a scalar (`HostStep.run`).
   """
   mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
   how: Any = {"gradient_dtype": gradient_dtype, "flight": flight, "repeats": repeats}
@@ -426,8 +427,8 @@ def _after(
   missed = 1 - found.good.astype(jnp.int32)
   scaling, scale, failed = optimizer.scaling, state.scale, missed
   if scaling is not None:
-    # If the loss is finite and the norm of the gradients is not, it is an overflow: the loss's
-    # factor was too large. While the factor can still fall, such a step does not count in
+    # If the loss is finite and the norm of the gradients is not, this counts as an overflow: the
+    # loss's factor was too large. While the factor can still fall, such a step does not count in
     # `skipped_in_row`.
     overflow = jnp.isfinite(found.loss) & ~jnp.isfinite(found.norm)
     failed = missed * (1 - (overflow & scaling.may_fall(scale)).astype(jnp.int32))

@@ -10,9 +10,9 @@ come while the layer before it leaves; the link carries both directions at once.
 XLA: with `ahead` = 1 the fetch of layer 2 and the store of layer 1 begin together, when layer 0 is
 stored and layer 1 updated, so that the device holds the moments of at most two layers. Without
 barriers around each such pair XLA waits for one copy before it starts the next. No fetch begins
-before the norm of all gradients is known, as no moment may change before the step is known to be
-good; until then the memory belongs to the backward pass. With `ahead` = 0 the fetch of each layer
-waits for the store of the layer before, so no copy runs beside another.
+before the norm of all gradients is known: no layer can be updated without it, and until then the
+memory belongs to the backward pass. With `ahead` = 0 the fetch of each layer waits for the store of
+the layer before, so the two do not run side by side.
 
 Parameters beside the stacks, such as the embedding, are updated first, as one more layer.
 Source of the scheme: vertical prefetch of SE-MoE (arXiv 2205.10034).
@@ -58,7 +58,7 @@ class OnHost:
     kept: number of each stack's last layers whose moments and lower halves stay on the device; at
       least the first layer's leave it.
     computes: whether the host computes the update (`scmoe.training.host_update`), so that moments
-      and lower halves never leave it.
+      and lower halves never leave the host.
     folder: of the file in which these lie if the host computes the update; "": they lie in memory.
   """
 
@@ -114,9 +114,9 @@ def updated_by_layer(
     update: updates one layer. It sees the whole trees with `ABSENT` in place of other layers'
       arrays; arrays of a stack are [1, ...]. What it returns has `ABSENT` there too.
     grads: this device's gradients, stacks whole.
-    state: `params`, `opt_state` and `average` in the manual region. `Apart`s and arrays in the
-      host's memory are fetched and stored; stacks in the device's memory are updated in place.
-      Arrays of `opt_state` in the device's memory are counters: every layer sees them.
+    state: `params`, `opt_state` and `average` in the manual region. Arrays in the host's memory,
+      those in `Apart`s too, are fetched and stored; stacks in the device's memory are updated in
+      place. Arrays of `opt_state` in the device's memory are counters: every layer sees them.
     how: how many layers are fetched ahead.
     norm: global norm of all gradients, float32 []; every fetch waits for it.
   """
@@ -188,7 +188,7 @@ class _Slot:
   Attributes:
     stack: name of its stack, or "".
     value: an `Apart` or an array. As the update goes on, the new layers replace the old ones in it.
-    on_host: whether it lies in the host's memory; of an `Apart`, some layers do.
+    on_host: whether it lies in the host's memory; for an `Apart`, whether some of its layers do.
     shared: whether it belongs to no parameter, e.g. a counter: every layer sees it, and the last
       layer's result is kept.
   """

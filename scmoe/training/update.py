@@ -28,7 +28,7 @@ class Left(NamedTuple):
       parameters, or shares of parameters, that it updates.
     step: int32 [], number of steps before this one.
     norm: float32 [], of all gradients.
-    good: bool [], False if the step changes nothing.
+    good: bool [], False if the host is to change nothing.
   """
 
   near: dict[str, PyTree]
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
 
 def left_to_host(state: Any, grads: PyTree, optimizer: Optimizer, found: Found) -> Left:
-  """Gathers for the host the arrays that `updated` would read; arguments as of `updated`."""
+  """The arrays that `updated` would read, for the host; arguments as of `updated`."""
   own = own_shares(state.params, optimizer.shares)
   near = {"params": own, "opt_state": state.opt_state, "average": state.average}
   return Left(near, grads, state.step, found.norm, found.good)

@@ -35,7 +35,8 @@ class Variant:
     capacity_factor: `dispatch.capacity_factor` (Tutel capacity_factor); 0 drops nothing.
 
   Raises:
-    ConfigError: a value is of another type, or a whole number below 0.
+    ConfigError: a value other than `capacity_factor` is of another type, or is a whole number below
+      0.
   """
 
   transport: str | None = None

@@ -19,7 +19,7 @@ from scmoe.base.stored import write_json
 HEARTBEAT = "heartbeat"
 # The least time between two writes of the heartbeat file.
 BEAT_SECONDS = 5.0
-# A host lags if its own part of a step takes more than LAG times the median host's, and the
+# A process lags if its own part of a step takes more than LAG times the median process's, and the
 # difference is more than SHARE of the step.
 LAG, SHARE = 1.5, 0.05
 # Memory has grown if it is at least GROWTH times the peak that it had when SETTLED lines had been
@@ -50,7 +50,7 @@ class Vitals:
     self._settled = 0
 
   def worked(self, seconds: float) -> None:
-    """Records the seconds that this host took to read a batch and place it on its devices.
+    """Records the seconds that this host took to read a step's batch and place it on its devices.
 
     The rest of a step takes the same time on all hosts, because they wait for each other.
     """

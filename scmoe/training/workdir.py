@@ -93,7 +93,7 @@ class RunLock:
 
     Raises:
       ConfigError: another process holds it.
-      StorageError: the file cannot be opened or written; one that cannot be written is removed.
+      StorageError: as `_take`; or the file cannot be written, and is removed.
     """
     try:
       self._take()
@@ -207,10 +207,10 @@ def owner_lives(path: Path) -> bool:
 
 
 def _owner(path: Path) -> tuple[dict[str, Any], bool]:
-  """The process, host and start that a lock file names ({} without one), and whether it runs.
+  """(process, host and start that a lock file names, whether that process runs).
 
-  A process of another host counts as running if the lock was touched less than
-  `FOREIGN_STALE_SECONDS` ago; this process itself does not count.
+  The first is {} if no lock file can be read. A process of another host counts as running if the
+  lock was touched less than `FOREIGN_STALE_SECONDS` ago; this process itself does not count.
   """
   try:
     silent = time.time() - path.stat().st_mtime

@@ -251,7 +251,7 @@ class Statistics:
     slots: slots of all parts.
     answers, tokens: numbers of answered requests, and of their new tokens.
     steps, rows: number of steps of decoding, and of tokens that they were to add in all.
-    pieces: number of turns that read pieces of prompts, most of them beside a step.
+    pieces: number of turns that read pieces of prompts, beside a step or without one.
     preemptions: how often a request was put back because pages ran out.
     seconds: time spent in `Server.step`, with compilation.
     first_seconds: for each of the `NEWEST` last answers the time to its first token.

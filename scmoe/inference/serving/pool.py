@@ -9,9 +9,10 @@ FREE_SHARE = 0.9
 
 
 def copied(most: int, layers: int) -> int:
-  """The tokens or bytes that a step copies where no kernel reads pages in place.
+  """The most tokens or bytes that a step copies at once where no kernel reads pages in place.
 
-  `pages.attend_over` copies the pages of one layer at a time, perhaps those of the next one too.
+  `scmoe.layers.pages.attend_over` copies the pages of one layer at a time, perhaps those of the
+  next one too.
 
   Args:
     most: tokens or bytes of the pages that all slots can have, in all layers.
@@ -59,7 +60,7 @@ def widths(most: int, steps: int, factor: int, least: int = 1) -> list[int]:
   """Ascending numbers, at most `steps`: `most` is the last, each other one is the next / `factor`.
 
   Quotients are rounded up. For each of the numbers, pages of a table or tokens of a piece, XLA
-  compiles a program; so they must be few.
+  compiles programs; so they must be few.
 
   >>> widths(16, 3, 2)
   [4, 8, 16]

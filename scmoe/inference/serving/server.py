@@ -2,7 +2,7 @@
 
 Each turn of `Server.step` runs one program. It adds a token to all requests whose prompt has been
 read and that need more tokens, and reads pieces of some other requests' prompts in the same pass.
-The turn that reads the last piece of a prompt also draws the request's first token. A request that
+The turn that reads the last piece of a prompt also draws the token that follows it. A request that
 ends frees its slot and its pages for other requests. While the device computes a turn, the host
 reads the tokens of the turn before. So the host learns one turn late that a request has drawn an
 end token or completed a stop; the token that the device has drawn for it meanwhile is thrown away.
@@ -225,7 +225,8 @@ class Server:
     Without it XLA compiles a program when a turn first needs it, for example at the first text of
     more pages, and all requests wait. This method runs each program once, on rows without a
     request, for all numbers of pages and sizes of pieces: with 3 and 2 of these 3 steps and 6 turns
-    that read prompts. From then on all turns can draw as the options ask.
+    that read prompts. With `prompt_logprobs` it runs each of these turns with and without the
+    prompt's log-probabilities, 12 turns. From then on all turns can draw as the options ask.
 
     Args:
       options: fields of `Request` other than its prompt. `temperature`, `top_k`, `top_p`,
@@ -316,7 +317,7 @@ class Server:
     The pages hold the text and one token more, if a step can read that token. At the first request
     for which no part has a slot and enough pages to spare, all others go on waiting too. A part
     keeps one free page back for every request of its own that may come to need another one; else
-    the new request would be put back at once.
+    the new request might soon be put back.
     """
     size = self.page_tokens
     while self._waiting:

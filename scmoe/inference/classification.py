@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import DataError
-from scmoe.models.gradient_sums import ready_beside_pairs
+from scmoe.models.gradient_totals import ready_beside_pairs
 from scmoe.models.trunk import Pass
 from scmoe.models.vision.model import VisionModel
 from scmoe.models.vision.objective import GUESSES, right_among

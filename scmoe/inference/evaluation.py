@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import DataError
 from scmoe.models.gpt import GPT, Pass
-from scmoe.models.gradient_sums import ready_beside_pairs
+from scmoe.models.gradient_totals import ready_beside_pairs
 from scmoe.parallel.collectives import total
 from scmoe.parallel.mesh import BATCH_AXES, TOKEN_AXES, batch_sharding, manual
 from scmoe.parallel.sequence import own_tokens

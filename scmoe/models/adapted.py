@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from jax import Array
 
-from scmoe.models.gradient_sums import added
+from scmoe.models.gradient_totals import added
 from scmoe.models.low_rank import Adapters
 from scmoe.models.objective import LossSums, RoutedObjective, cast_params
 from scmoe.models.second_model import WithSecondModel

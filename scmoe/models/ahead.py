@@ -33,7 +33,7 @@ from jax import Array
 from scmoe.blocks.pair import BlockPair
 from scmoe.blocks.walk import Context, begin
 from scmoe.blocks.wiring import Tap
-from scmoe.models.gradient_sums import GradientTotal, ready
+from scmoe.models.gradient_totals import GradientTotal, ready
 from scmoe.moe.experts import OnDevice
 from scmoe.parallel.shares import is_share
 
@@ -73,7 +73,7 @@ class Split:
 
     Args:
       copies: the parameters of a pair, or of stacked pairs, once for each batch.
-      totals: see `scmoe.models.gradient_sums.added`.
+      totals: see `scmoe.models.gradient_totals.added`.
     """
     is_leaf = lambda x: x is None or isinstance(x, GradientTotal)
     summed = None if totals is None else jax.tree.leaves(totals, is_leaf=is_leaf)

@@ -19,7 +19,8 @@ from jax import Array
 from scmoe.base.batch import Batch
 from scmoe.models import gpt
 from scmoe.models.gpt import GPT
-from scmoe.models.gradient_sums import divided, ready_beside_pairs
+from scmoe.models.gradient_sums import divided
+from scmoe.models.gradient_totals import ready_beside_pairs
 from scmoe.models.trunk import Output, Pass, Route, run_trunks
 from scmoe.moe.losses import (
   balance_loss,

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scmoe.models.gradient_sums import ready
+from scmoe.models.gradient_totals import ready
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.shares import Share, gathered, is_share, shares_in
 

@@ -26,7 +26,7 @@ from scmoe.blocks.walk import Context, PairWalk
 from scmoe.blocks.wiring import Tap
 from scmoe.models.ahead import Split, enter_scan, leave_scan, next_of, sends_ahead
 from scmoe.models.config import ModelConfig
-from scmoe.models.gradient_sums import added_by_layer, added_by_scan, large_layers_apart, ready
+from scmoe.models.gradient_totals import added_by_layer, added_by_scan, large_layers_apart, ready
 from scmoe.models.regather import OneAhead
 from scmoe.models.rematerialisation import rematerialised
 from scmoe.models.stacked import each_layer, is_apart, split_layers, stack_outputs, stacked
@@ -61,7 +61,7 @@ class Pass:
     gate: index of the gate that chooses experts, if `router.compat.gates` > 1; may be traced. With
       `router.tasks` an array [B] of indices (`GPT.gates_of`).
     hidden: whether to return the main path after every block.
-    gradient_totals: the model's `totals_of_pairs`, `scmoe.models.gradient_sums.GradientTotal`s to
+    gradient_totals: the model's `totals_of_pairs`, `scmoe.models.gradient_totals.GradientTotal`s to
       which the backward pass adds the gradients of the pairs' parameters; None: plain gradients.
     experts: where the experts are. A source other than the default needs pairs that are
       `Trunk.written_out` and parameters that are `Trunk.taken_apart`.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from scmoe.models.gradient_sums import GradientTotal, ready
+from scmoe.models.gradient_totals import GradientTotal, ready
 from scmoe.models.regather import OneAhead
 from scmoe.parallel.mesh import MeshConfig, make_mesh, manual
 from scmoe.parallel.shares import Gathering, Share

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from scmoe.models import gradient_sums
-from scmoe.models.gradient_sums import (
+from scmoe.models import gradient_totals
+from scmoe.models.gradient_sums import for_last_group
+from scmoe.models.gradient_totals import (
   GradientTotal,
   added,
   added_by_layer,
   added_by_scan,
-  for_last_group,
   large_layers_apart,
 )
 from scmoe.models.stacked import each_layer, is_apart, stack_outputs, stacked_again
@@ -97,7 +97,7 @@ def test_gradients_are_added_to_what_was_there(written_out, last):
 
 def test_large_layers_have_totals_of_their_own(monkeypatch):
   """And these are, stacked again, those of a stack."""
-  monkeypatch.setattr(gradient_sums, "LARGE_LAYER", D + 1)
+  monkeypatch.setattr(gradient_totals, "LARGE_LAYER", D + 1)
   rng, count = np.random.default_rng(3), 5
   params = {"w": jnp.asarray(rng.normal(size=(count, D, D)) / 2, jnp.bfloat16)}
   params["b"] = jnp.asarray(rng.normal(size=(count, D)), jnp.bfloat16)

@@ -16,7 +16,8 @@ from scmoe.blocks.options import OverlapAblation, OverlapConfig
 from scmoe.blocks.pair import BlockPair
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass, run_batches_in_turns
-from scmoe.models.gradient_sums import GradientTotal, added, for_last_group
+from scmoe.models.gradient_sums import for_last_group
+from scmoe.models.gradient_totals import GradientTotal, added
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
 from scmoe.profiling.windows import Window, graph_windows, program_windows, summary

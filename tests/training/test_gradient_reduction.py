@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.batch import Batch
 from scmoe.blocks.options import OverlapConfig
-from scmoe.models import gradient_sums
+from scmoe.models import gradient_totals
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT
-from scmoe.models.gradient_sums import GradientTotal, accumulate, added, for_last_group
+from scmoe.models.gradient_sums import accumulate, for_last_group
+from scmoe.models.gradient_totals import GradientTotal, added
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
@@ -166,7 +167,7 @@ def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, microb
 )
 def test_layers_written_out_have_the_gradients_of_the_scan(mesh, microbatches, flight, monkeypatch):
   monkeypatch.setattr(
-    gradient_sums, "LARGE_LAYER", 20
+    gradient_totals, "LARGE_LAYER", 20
   )  # norms' sums stay together, matrices' lie apart
   options = {"microbatches": microbatches, "flight": flight, "layers": 2}
   assert_same(run(mesh, unroll=0, **options), run(mesh, unroll=1, **options))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.batch import Batch
 from scmoe.blocks.options import OverlapConfig
-from scmoe.models.gradient_sums import added
+from scmoe.models.gradient_totals import added
 from scmoe.parallel.collectives import largest, total
 from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share, shardings_of
 from scmoe.training.description import Damaged

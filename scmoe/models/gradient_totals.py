@@ -1,0 +1,302 @@
+"""Totals of gradients, to which the backward pass adds each parameter's gradient as it is made.
+
+`added` returns the parameters as they are; its backward rule says that the gradient *with respect
+to a total* is the total plus the parameter's gradient. `scmoe.models.gradient_sums` differentiates
+with respect to the totals, and says why there are some.
+
+Parameters pass through this module, with their totals, before a model reads them. `run_trunks`
+hands the stack of pairs to `added_by_scan` or `added_by_layer`, and each pair's own parameters to
+`ready`: it calls `added`, and gathers what data ranks share. The objective hands all other
+parameters to `ready_beside_pairs`. Adapters, which are small, pass through `added` together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from scmoe.models.stacked import Apart, each_layer, is_apart, padded_stack, split_layers, unstacked
+from scmoe.parallel.gradients import sum_over_devices
+from scmoe.parallel.shares import AXIS, WHOLE, Share, gathered, is_share, scattered, shares_in
+
+PyTree = Any
+
+# A layer's array of at least so many elements has a total of its own. The totals of smaller arrays
+# stay stacked over all layers, and one kernel adds to them.
+LARGE_LAYER = 1 << 18
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradientTotal:
+  """The sum of one parameter's gradients over this device's microbatches so far, and its options.
+
+  A pytree: its gradient is a `GradientTotal` too, with the new total in place of the old one.
+
+  Attributes:
+    value: the total before this backward pass, float32 like the parameter, or `Apart` with one
+      array per layer of a stack.
+    axes: mesh axes over which the total is summed once the last group is added; () for none.
+    dtype: dtype in which the total travels between devices.
+    last: whether the group that is differentiated now is the step's last.
+    empty: whether there was no earlier group: only the shape of `value` is then read.
+    dimension: the dimension that data ranks divide, for a total with `into`.
+    bucket: see `scmoe.parallel.shares.Gathering`.
+    into: zeros like this rank's share of the parameter; the gradient with respect to them is this
+      rank's share of the sum, and nothing is differentiated with respect to `value`. None: the
+      total keeps its shape.
+  """
+
+  value: Any
+  axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+  dtype: str = dataclasses.field(default="float32", metadata={"static": True})
+  last: bool = dataclasses.field(default=False, metadata={"static": True})
+  empty: bool = dataclasses.field(default=False, metadata={"static": True})
+  dimension: int = dataclasses.field(default=WHOLE, metadata={"static": True})
+  bucket: int = dataclasses.field(default=0, metadata={"static": True})
+  into: Any = None
+
+
+def added(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
+  """Returns the parameters; the backward pass adds their gradients to totals.
+
+  The gradient with respect to a total is the total plus the gradients of all copies; in the last
+  group it is also summed over the devices on `GradientTotal.axes`. Parameters with a total have no
+  gradient of their own. A `Share` with a total is gathered, and its gradient scattered over the
+  data ranks.
+
+  Args:
+    copies: the parameters, once for each microbatch of a group, before the model reads them.
+    totals: a tree like one copy, of `GradientTotal`s; None for a parameter whose gradient is taken
+      as usual, or in place of the whole tree.
+  """
+  found = _total_leaves(totals)
+  here = [i for i, total in enumerate(found) if total is not None]
+  if not here:
+    return list(copies)
+  leaves, structures = zip(*(jax.tree.flatten(own, is_leaf=is_share) for own in copies))
+  assert all(len(own) == len(found) for own in leaves), "the totals are those of other parameters"
+  picked: Any = _added([[own[i] for i in here] for own in leaves], [found[i] for i in here])
+  for own, replaced in zip(leaves, picked):
+    for i, leaf in zip(here, replaced):
+      own[i] = leaf
+  return [jax.tree.unflatten(tree, own) for tree, own in zip(structures, leaves)]
+
+
+def ready(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
+  """`added`, with all `Share`s gathered: the parameters of one pair, as it reads them.
+
+  Args:
+    copies, totals: as of `added`.
+  """
+  return _all_gathered(added(copies, totals), lambda _: True)
+
+
+def ready_beside_pairs(copies: Sequence[PyTree], totals: PyTree = None) -> list[PyTree]:
+  """`ready` for all parameters of a model except those of its pairs, which are left unchanged.
+
+  The loop over the pairs calls `ready` for those.
+
+  Args:
+    copies: a model's parameters, once for each microbatch of a group.
+    totals: see `added`.
+  """
+  own = copies if totals is None else added(copies, beside_pairs(totals))
+  return _all_gathered(own, lambda path: not _of_pairs(path))
+
+
+def _all_gathered(copies: Sequence[PyTree], wanted: Callable[[Any], bool]) -> list[PyTree]:
+  """The copies with whole arrays in place of `Share`s whose path is `wanted`.
+
+  Copies have equal values, so the shares of the first one are gathered, for all of them.
+  """
+  if not shares_in(copies[0]):
+    return list(copies)
+  flat, tree = jax.tree_util.tree_flatten_with_path(copies[0], is_leaf=is_share)
+  here = [i for i, (path, leaf) in enumerate(flat) if is_share(leaf) and wanted(path)]
+  wholes = gathered([flat[i][1] for i in here])
+  results = []
+  for own in copies:
+    leaves = jax.tree.leaves(own, is_leaf=is_share)
+    for i, whole in zip(here, wholes):
+      leaves[i] = whole
+    results.append(jax.tree.unflatten(tree, leaves))
+  return results
+
+
+def added_by_scan(copies: Sequence[PyTree], totals: PyTree) -> tuple[list[PyTree], PyTree]:
+  """(copies, totals) of a stack of layers for a scan, whose body calls `added` with its slices.
+
+  Before the last group the scan stacks the layers' gradients, and this function adds the stack to
+  the totals: the body gets None for totals. In the last group the body adds its own layer's
+  gradients, so that their sum over devices starts there. If data ranks share parameters, the body
+  adds in every group, because it gathers the shares and scatters their gradients.
+
+  Args:
+    copies, totals: see `added`; leaves [L, ...].
+  """
+  if _before_last(totals) and not shares_in(copies[0]):
+    return added(copies, totals), None
+  return list(copies), totals
+
+
+def added_by_layer(
+  copies: Sequence[PyTree], totals: PyTree, count: int
+) -> tuple[list[list[PyTree]], list[PyTree]]:
+  """(copies, totals) of every layer of a stack, for layers that are written out.
+
+  In the last group, and in every group if data ranks share parameters, each layer calls `added`
+  with its own totals, as the scan's body does after `added_by_scan`. In other groups this function
+  adds the gradients: to each layer's array where the total is `Apart`, else to the stack. The
+  layers then get None for totals.
+
+  Args:
+    copies: the stack, once for each microbatch of a group; leaves [L, ...] or `Apart`.
+    totals: see `added`.
+    count: L.
+  """
+  if _before_last(totals) and not shares_in(copies[0]):
+    trees = jax.tree.structure(copies[0])
+    like_copies = jax.tree.unflatten(trees, _total_leaves(totals))
+    own: Any = _added_to_stack(like_copies, list(copies), count)
+    return own, [None] * count
+  split: Any = unstacked(list(copies), count), unstacked(totals, count)
+  return split
+
+
+def beside_pairs(totals: PyTree) -> PyTree:
+  """The totals of a model's parameters, with None for those of its pairs (`Trunk.stages`).
+
+  The loop over the pairs adds to the totals of the pairs; one call of `added` serves all others.
+
+  Args:
+    totals: a tree like the model's parameters, of `GradientTotal`s.
+  """
+
+  def keep(path: tuple, total: GradientTotal | None) -> GradientTotal | None:
+    return None if _of_pairs(path) else total
+
+  is_leaf = lambda leaf: leaf is None or is_total(leaf)
+  return jax.tree_util.tree_map_with_path(keep, totals, is_leaf=is_leaf)
+
+
+def _of_pairs(path: Any) -> bool:
+  return any(getattr(key, "key", None) == "stages" for key in path)
+
+
+def large_layers_apart(zeros: PyTree, count: int) -> PyTree:
+  """Zeros of a stack's totals, with one array per layer if a layer has `LARGE_LAYER` elements.
+
+  The kernel that makes a layer's gradient then adds it in place, and reads no other layer's total.
+
+  Args:
+    zeros: leaves [L, ...].
+    count: L.
+  """
+  return split_layers(zeros, count, keep=lambda _, x: x.size < LARGE_LAYER * count)
+
+
+def is_total(leaf: Any) -> bool:
+  """Whether a leaf is a `GradientTotal`."""
+  return isinstance(leaf, GradientTotal)
+
+
+def _total_leaves(totals: PyTree) -> list[GradientTotal | None]:
+  return jax.tree.leaves(totals, is_leaf=lambda leaf: leaf is None or is_total(leaf))
+
+
+def _before_last(totals: PyTree) -> bool:
+  return any(total is not None and not total.last for total in _total_leaves(totals))
+
+
+@jax.custom_vjp
+def _added(copies: list[list[Any]], totals: list[GradientTotal]) -> list[list[Array]]:
+  return _all_gathered(copies, lambda _: True)
+
+
+def _added_fwd(copies, totals):
+  unread = lambda total: dataclasses.replace(total, value=None) if total.empty else total
+  divided_at = [Share(None, x.dimension if is_share(x) else WHOLE) for x in copies[0]]
+  # This does not call `_added`: policies of rematerialisation could not see the gathers inside it.
+  whole = _all_gathered(copies, lambda _: True)
+  return whole, (divided_at, [unread(total) for total in totals])
+
+
+def _added_bwd(kept, bars):
+  divided_at, totals = kept
+  with jax.named_scope("gradients" if any(total.last for total in totals) else "accumulate"):
+    wide = [
+      [bar.astype(jnp.promote_types(bar.dtype, jnp.float32)) for bar in copy] for copy in bars
+    ]
+    values = [total.value for total in totals]
+    here = [i for i, divided in enumerate(divided_at) if divided.dimension != WHOLE]
+    addends = [functools.reduce(jnp.add, [copy[i] for copy in wide]) for i in here]
+    dimensions = [divided_at[i].dimension for i in here]
+    for i, share in zip(here, _scattered(addends, dimensions, [totals[i] for i in here])):
+      values[i] = share if values[i] is None else values[i] + share
+    for copy in wide:
+      for i in set(range(len(totals))) - set(here):
+        values[i] = copy[i] if values[i] is None else values[i] + copy[i]
+    return None, _reduced(totals, values)
+
+
+def _reduced(totals: list[GradientTotal], values: list[Array]) -> list[GradientTotal]:
+  """The gradients with respect to totals: this device's new totals, summed over `axes`.
+
+  A total with `into` is scattered over the data ranks, and summed over the other axes.
+  """
+  here = [i for i, total in enumerate(totals) if total.into is not None]
+  ending = [totals[i] for i in here]
+  shares = _scattered([values[i] for i in here], [total.dimension for total in ending], ending)
+  found = []
+  for i, (total, value) in enumerate(zip(totals, values)):
+    if total.into is None:
+      value = sum_over_devices(value, total.axes, total.dtype)
+      found.append(dataclasses.replace(total, value=value))
+    else:
+      others = tuple(axis for axis in total.axes if axis != AXIS)
+      share = sum_over_devices(shares[here.index(i)], others, total.dtype)
+      found.append(dataclasses.replace(total, value=None, into=share))
+  return found
+
+
+def _scattered(
+  addends: Sequence[Array], dimensions: Sequence[int], totals: Sequence[GradientTotal]
+) -> list[Array]:
+  if not addends:
+    return []
+  return scattered(addends, dimensions, totals[0].dtype, totals[0].bucket)
+
+
+_added.defvjp(_added_fwd, _added_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _added_to_stack(totals: PyTree, copies: list[PyTree], count: int) -> list[list[PyTree]]:
+  return each_layer(copies, count)
+
+
+def _added_to_stack_bwd(count: int, totals: PyTree, bars: list[list[PyTree]]) -> Any:
+  del count
+
+  def add(total: GradientTotal, *layers: Array) -> GradientTotal:
+    if is_apart(total.value):
+      values = (own + layer.astype(own.dtype) for own, layer in zip(total.value.parts, layers))
+      return dataclasses.replace(total, value=Apart(tuple(values)))
+    return dataclasses.replace(total, value=total.value + padded_stack(total.value, *layers))
+
+  with jax.named_scope("accumulate"):
+    for copy in zip(*bars):
+      totals = jax.tree.map(add, totals, *copy, is_leaf=is_total)
+    return totals, None
+
+
+_added_to_stack.defvjp(
+  lambda totals, copies, count: (each_layer(copies, count), totals), _added_to_stack_bwd
+)

@@ -57,10 +57,11 @@ class Compilation(NamedTuple):
 
 
 class Ahead:
-  """The compilations of one member. `tick` does what is due.
+  """The compilations of one member; `tick` begins and ends them.
 
-  The first member of a turn decides what is compiled and writes it to WORKDIR/elastic/ahead.json,
-  as a plan that nobody trains. The other members that this plan names read it there.
+  The first member of a turn chooses the mesh to compile for and writes it to
+  WORKDIR/elastic/ahead.json, as a plan that nobody trains. The other members that this plan names
+  read it there.
 
   Args:
     folder: WORKDIR/elastic.

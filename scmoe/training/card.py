@@ -1,4 +1,4 @@
-"""WORKDIR/card.json: what is needed to repeat a run.
+"""WORKDIR/card.json: the facts that are needed to repeat a run.
 
 It has the commit, versions, host, devices, some environment variables (`_VARIABLES`), command,
 configuration, fingerprint of the data, numbers of parameters, and all starts.

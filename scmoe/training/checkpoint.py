@@ -263,7 +263,7 @@ class Checkpointer:
         undamaged one.
       ConfigError: a stored name, shape or type does not fit `abstract` (`misfit`), or another
         number of processes wrote the step and their positions in the data differ.
-      Exception: what `check` and `meanwhile` raise, and errors of too little memory and of missing
+      Exception: those of `check` and `meanwhile`, and errors of too little memory and of missing
         permission, which `scmoe.training.restore.load` passes on.
     """
     _warn_of_junk(self.directory)

@@ -88,7 +88,7 @@ class Launch(NamedTuple):
 
 
 class Supervisor:
-  """One member. `tick` does what is due and returns an exit code once the member is done.
+  """One member. `tick` takes the actions that are due; it returns an exit code at the end.
 
   Args:
     folder: WORKDIR/elastic, which exists and which all members share.
@@ -154,7 +154,7 @@ class Supervisor:
     return code
 
   def tell(self, **changes: Any) -> None:
-    """Changes what this member says about itself and writes it at once."""
+    """Changes this member's description of itself and writes it at once."""
     self.me = self.me._replace(**changes, beat=self.me.beat + 1)
     write(member_file(self.folder, self.number), self.me)
     self._written = self.clock()

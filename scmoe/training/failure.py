@@ -70,7 +70,7 @@ def not_finite(step: int, values: Mapping[str, Any], built: Trainable, left: str
     step: number of the last step.
     values: its figures.
     built: the run's options.
-    left: what `write_replay` returned.
+    left: the words that `write_replay` returned.
   """
   train = built.train
   if values.get("spike") and train.spike_action == "stop":

@@ -50,7 +50,7 @@ CORES = 4
 
 
 class Searchable(Protocol):
-  """The model and options that a step and a search need; `Trainable` adds what a run needs.
+  """The model and options that a step and a search need; `Trainable` adds those of a run.
 
   Attributes:
     train, overlap: options.
@@ -58,7 +58,7 @@ class Searchable(Protocol):
       compares it.
     mesh: the devices that the step runs on.
     objective, optimizer: see `scmoe.training.step`.
-    candidates: what `overlap.schedule=auto` tries: variants, and functions that make one from the
+    candidates: tried by `overlap.schedule=auto`: variants, and functions that make one from the
       fastest so far (`Change`). The first is `Variant()`, the step as configured.
   """
 

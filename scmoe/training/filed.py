@@ -5,10 +5,9 @@
     update              |    0    |    1    |    2    |    3    |
     written                       |    0    |    1    |    2    |    3    |
 
-The host updates what it keeps layer by layer (`scmoe.training.host_update`). Here each layer's
-moments and lower halves lie in a file: threads read them while the layers before are updated, and
-write the new ones behind the update, also beside the next step. So memory holds those of a few
-layers.
+The host updates moments and lower halves layer by layer (`scmoe.training.host_update`). Here they
+lie in a file: threads read a layer's while the layers before are updated, and write the new ones
+behind the update, also beside the next step. So memory holds those of a few layers.
 
 The file has no name. It belongs to the process that made it, and the operating system frees it when
 that process ends, in whatever way. So no later process can read a state that a killed step has

@@ -165,7 +165,7 @@ class HostStep:
     whole: the ranks' updated shares of parameters -> the whole parameters that the state stores, in
       one program; None: the state stores the updated arrays themselves.
     options: XLA's options for the host's programs.
-    filed: whether what the host keeps lies in files, so that threads read and write it.
+    filed: whether the arrays that the host keeps lie in a file, which threads read and write.
 
   Attributes:
     ahead: as given; may be changed between steps.
@@ -313,7 +313,7 @@ class HostStep:
       new = parts.structure.flatten_up_to(completed(changed, old))
       return tuple([new[i] for i in places] for places in (near, away, parts.shared))
 
-    donated = () if self._pool else 2  # what was read from a file is not jax's own memory
+    donated = () if self._pool else 2  # values read from a file do not lie in jax's own memory
     self._updates[key] = jax.jit(update, donate_argnums=donated, compiler_options=self._options)
     return self._updates[key]
 

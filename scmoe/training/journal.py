@@ -27,7 +27,7 @@ from scmoe.training.vitals import Vitals, stragglers
 
 
 class Journal:
-  """Writes what a run has done. Process 0 prints and writes metrics; all processes time steps.
+  """Writes the record of a run. Process 0 prints and writes metrics; all processes time steps.
 
   Every process also writes a heartbeat file of its own, and warns if its memory grows.
 
@@ -185,8 +185,7 @@ class Journal:
   def sum_up(self, step: int) -> None:
     """Prints the last lines of a run that is done: time per step, goodput, peak memory, folder.
 
-    What is unknown is left out. The figures are also written to metrics.jsonl, as a line of kind
-    `end`.
+    Unknown figures are not printed. A line of kind `end` in metrics.jsonl holds the figures, too.
     """
     median, late = self._meter.percentiles()
     if math.isfinite(median):

@@ -271,7 +271,7 @@ class Run:
       self.step_fn.compile(self.abstract, abstract_batch(self.built))
 
   def _introduce(self, origin: str) -> None:
-    """Prints what the run is (once), and where it begins."""
+    """Prints the run's header, once only, and a line that says where the run begins."""
     if self.trainer.header and not self.introduced:
       self.journal.say(self.trainer.header)
     self.introduced = True

@@ -182,7 +182,7 @@ class Usage:
     return 1 - self.misses / self.requests if self.requests else 1.0
 
   def hit_rate_of(self, policy: str) -> float:
-    """The hit rate that a policy would have had on the recorded requests, in caches of this size.
+    """The hit rate that a policy would have had on the recorded requests, in caches as large.
 
     It is 1 without requests. Only for records of a single device.
 

@@ -240,9 +240,9 @@ def plan(
     devices: number of devices over which the experts are spread.
 
   Raises:
-    ConfigError: one layer's experts do not fit beside the dense part, caches and activations; all
-      experts do not fit the host; or a model without experts does not fit the device. The message
-      names the number of bytes needed.
+    ConfigError: one layer's experts do not fit beside the dense part, caches and activations; the
+      experts do not all fit the host; or a model without experts does not fit the device. The
+      message names the number of bytes needed.
   """
   everything = needed.fixed + needed.pairs * needed.layer
   if everything <= gpu_memory:

@@ -37,7 +37,8 @@ TRANSPORTS = {
 class DispatchAblation(Options, path="dispatch.ablation"):
   """Switches that take away a part of the exchange, so that a measurement shows that part's cost.
 
-  A run that trains or evaluates a model leaves them off.
+  A run that trains or evaluates a model leaves them off. With `dispatch.overflow=repeat`, the
+  program whose steps may be run again has `first_round` on.
   """
 
   silent: bool = option(

@@ -195,7 +195,7 @@ class TensorBoard:
     self._writer.flush()
 
   def close(self) -> None:
-    """Ends the writer's thread, which Python 3.12 could not do at exit."""
+    """Ends the writer's thread; Python 3.12 cannot do that while it exits."""
     self._writer.close()
 
 

@@ -26,9 +26,9 @@ import numpy as np
 from scmoe.profiling.program import Program
 from scmoe.training.guided import GuidedStep
 
-# A run changes to the program with loops when rows were left over in TWICE of the last RECENT
-# steps. It changes back after `Pace.calm` steps in a row without rows left over: CALM at first, and
-# never more than MOST.
+# A run changes to the program with loops when rows were left over in TWICE of the last RECENT steps
+# since it changed last. It changes back after `Pace.calm` steps in a row without rows left over:
+# CALM at first, and never more than MOST.
 TWICE, RECENT, CALM, MOST = 2, 8, 8, 512
 
 
@@ -51,7 +51,7 @@ class Pace:
     self._quiet = self._since = 0
 
   def state(self) -> dict[str, Any]:
-    """The decisions so far, JSON-able, for `restore`."""
+    """The figures from which `restore` goes on to the same decisions, JSON-able."""
     names = {"looped": self.looped, "calm": self.calm, "recent": list(self._recent)}
     return names | {"quiet": self._quiet, "since": self._since}
 

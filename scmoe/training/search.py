@@ -26,7 +26,7 @@ from scmoe.training.guided import GuidedStep
 from scmoe.training.step import TrainState
 from scmoe.training.variants import Change, StepVariants, Variant
 
-# With `on_best`, timed steps of a candidate before the next one is made from the fastest so far.
+# With `on_best`, timed steps of a candidate before the next candidate is made from the fastest.
 GLANCES = 3
 
 
@@ -130,7 +130,7 @@ class Search:
     self._began, self._calls = 0.0, 0
     self._visits = self._plan()
     self._visit: tuple[Variant, bool] | None = None
-    # Whether the next call is a candidate's last glance, at whose end the next one is compiled.
+    # Whether the next call is a candidate's last glance: at its end the next candidate is compiled.
     self._last_glance = False
 
   @property
@@ -167,7 +167,10 @@ class Search:
 
   @property
   def repeats(self) -> bool:
-    """Whether a result of `begin` is final only once `left_over` was asked (`RepeatingStep`)."""
+    """Whether a result of `begin` is final only once `left_over` was asked (`RepeatingStep`).
+
+    False before the choice.
+    """
     return self.chosen is not None and self.best.repeats
 
   @property
@@ -186,7 +189,7 @@ class Search:
     return {} if self.chosen is None else self.best.history
 
   def go_on(self, history: Mapping[str, Any]) -> None:
-    """Does nothing: a run that still searches has no history."""
+    """Does nothing: a search begins anew, without a history."""
     del history
 
   def begin(self, *args: Any) -> Any:

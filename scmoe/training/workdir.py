@@ -227,7 +227,8 @@ def _owner(path: Path) -> tuple[dict[str, Any], bool]:
 def identity(pid: int) -> dict[str, Any]:
   """`pid`, `host` and `started` of a process of this host; its start time tells reused ids apart.
 
-  Without /proc, `started` is "alive" for a process that runs and "" for one that does not.
+  If /proc does not give it, `started` is "alive" for a process that runs and "" for one that does
+  not.
   """
   try:
     started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]

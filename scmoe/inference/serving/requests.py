@@ -144,7 +144,7 @@ class Answer:
 
   Attributes:
     id: what `Server.submit` returned.
-    tokens: all drawn tokens, those of a stop included; without the end token if `finish` is "end".
+    tokens: the new tokens, those of a stop included; without the end token if `finish` is "end".
     text: their text, cut before a stop; None without a tokenizer.
     finish: why it ended: "end" (the model drew an end token), "stop" (one of `Request.stop`) or
       "length" (`max_new_tokens`).

@@ -46,6 +46,7 @@ from scmoe.run.dry_run import dry_run, planned_devices
 from scmoe.run.dry_run_text import report
 from scmoe.run.elastic import member_of
 from scmoe.run.modality import modality_of
+from scmoe.run.model import build_model
 from scmoe.run.names import check_run_name, check_workdir
 from scmoe.run.opened import open_named
 from scmoe.run.programs import Programs
@@ -288,7 +289,7 @@ def beginning(built: build.Built, workdir: Path) -> Callable[[TrainState], Train
       f"train.init_from={folder!r} has gates for {_tasks(other)}, this run for {_tasks(names)}; "
       "begin from a run with the same multitask.names in the same order"
     )
-  if build.build_model(stored.run, None)[1] != build.build_model(built.run, None)[1]:
+  if build_model(stored.run, None)[1] != build_model(built.run, None)[1]:
     raise ConfigError(
       f"train.init_from={folder!r} has parameters of other shapes; give the model section of "
       f"{folder}/config.json, or leave train.init_from empty"

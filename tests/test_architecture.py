@@ -39,6 +39,7 @@ RANKS = [
   ("run.text", "run.images"),
   ("run.multitask",),
   ("run.modality",),
+  ("run.model",),
   ("run.build", "run.placement", "run.command_line", "run.programs", "run.start", "reports"),
   ("run.sharing", "run.adapters", "run.host_memory", "run.elastic"),
   ("run.traffic",),

@@ -27,6 +27,7 @@ from scmoe.run.dry_run import (
 from scmoe.run.dry_run_text import report
 from scmoe.run.estimates import DEVICES, USABLE, StepNeeds, device_table, fits, step_seconds
 from scmoe.run.fields import with_field
+from scmoe.run.model import build_model
 from scmoe.run.modelled import modelled_times
 from scmoe.run.nearest import smallest_data
 
@@ -65,7 +66,7 @@ def test_flops_of_gated_and_grouped_models():
 @pytest.mark.parametrize("wiring", WIRINGS)
 def test_parameters_sum_to_the_model(wiring):
   run = tiny(model__wiring=wiring)
-  _, shapes = build.build_model(run, None)
+  _, shapes = build_model(run, None)
   p = count_parameters(run.model, shapes)
   assert p.total == sum(leaf.size for leaf in jax.tree.leaves(shapes))
   expert = 2 * 16 * 32 + 32 + 16  # two matrices and two biases
@@ -81,10 +82,10 @@ def test_papers_sizes():
   # reference: 323M (GPT2-S) and 4.1B (GPT3-XL) without a shared expert, 6.7B (LLaMA2-MoE).
   for name, total in (("gpt2_moe_small", 323e6), ("gpt3_moe_xl", 4.1e9), ("llama2_moe", 6.7e9)):
     run = resolved(load_config(find_config(name)), model__wiring="top2")
-    _, shapes = build.build_model(run, None)
+    _, shapes = build_model(run, None)
     assert count_parameters(run.model, shapes).total == pytest.approx(total, rel=0.015)
   run = resolved(load_config(find_config("olmoe")))
-  _, shapes = build.build_model(run, None)
+  _, shapes = build_model(run, None)
   olmoe = count_parameters(run.model, shapes)
   assert (olmoe.total, olmoe.active) == pytest.approx((6.9e9, 1.3e9), rel=0.015)
 

@@ -47,9 +47,15 @@ def stacked(make: Callable[[Array], Any], keys: Array) -> Any:
     make: makes the module of one layer from a random key.
     keys: [L] typed keys.
   """
-  graph = nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))[0]
-  params = jax.vmap(lambda key: nnx.split(make(key))[1])(keys)
-  return nnx.merge(graph, params)
+  graphs = []  # filled while vmap traces: a second trace for the graph would double the time
+
+  def split(key: Array) -> nnx.State:
+    graph, params = nnx.split(make(key))
+    graphs.append(graph)
+    return params
+
+  params = jax.vmap(split)(keys)
+  return nnx.merge(graphs[0], params)
 
 
 def each_layer(tree: PyTree, count: int) -> list[PyTree]:

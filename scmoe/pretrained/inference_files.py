@@ -36,8 +36,8 @@ from scmoe.offload.memory import quantised
 from scmoe.pretrained.expert_files import SCALE
 from scmoe.pretrained.folder import CONFIG, WRITTEN, Planned, atomic_folder, write_weights
 from scmoe.pretrained.stream import flat, slice_of
-from scmoe.run import build
 from scmoe.run.config import RunConfig, to_dict
+from scmoe.run.model import build_model, router_shapes
 
 MANIFEST = "inference.json"
 FORMAT, VERSION = "scmoe-inference", 1
@@ -70,8 +70,8 @@ def parts(run: RunConfig, dtype: str) -> list[Part]:
     run: the resolved configuration.
     dtype: one of `DTYPES`.
   """
-  params = build.build_model(run, None)[1]
-  router = jax.eval_shape(lambda: build.make_model(run, jax.random.key(0)).init_router())
+  graph, params = build_model(run, None)
+  router = router_shapes(graph, params)
   if dtype != "float32":
     params = jax.eval_shape(lambda tree: cast_params(tree, "bfloat16"), params)
   words = {kind: word for word, kind in WRITTEN.items()}

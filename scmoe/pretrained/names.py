@@ -22,8 +22,8 @@ import numpy as np
 from scmoe.models.config import ModelConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.pretrained import llama4, own
-from scmoe.run.build import build_model
 from scmoe.run.config import RunConfig
+from scmoe.run.model import build_model
 
 _BESIDE_IMAGES = "language_model."  # prefix of the text part's names in a model with images
 _STACKS = ("dense.", "stages.")  # parameters with a leading dimension over layers

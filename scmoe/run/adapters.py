@@ -27,6 +27,7 @@ from scmoe.models.objective import RoutedObjective
 from scmoe.parallel.mesh import shardings_of
 from scmoe.run import build
 from scmoe.run.config import RunConfig
+from scmoe.run.model import build_model
 from scmoe.training.optimizer import make_optimizer
 from scmoe.training.restore import read_meta, restore_on_host, restore_part
 from scmoe.training.variants import Variant
@@ -50,9 +51,9 @@ class BuiltAdapters(build.Built):
     return self.adapters.init(key), router
 
   @property
-  def shardings(self) -> tuple[build.Params, dict[str, Any]]:
-    """Shardings of adapters and router state."""
-    return shardings_of(self.adapters.shapes), shardings_of(self.router_shapes)
+  def trained_shapes(self) -> build.Params:
+    """Adapters, as `jax.ShapeDtypeStruct`s with shardings."""
+    return self.adapters.shapes
 
   @property
   def specs(self) -> build.Params:
@@ -77,7 +78,7 @@ class BuiltAdapters(build.Built):
   def variant(self, variant: Variant) -> RoutedObjective:
     """See `Built.variant`."""
     changed = self.varied(variant)
-    graph = build.build_model(changed, self.mesh)[0]
+    graph = build_model(changed, self.mesh)[0]
     return _objective(dataclasses.replace(self, run=changed, graph=graph), self.adapters)
 
   def whole(self, params: build.Params, given: Any) -> build.Params:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
@@ -27,18 +27,17 @@ from scmoe.models.flops import forward_flops, peak_flops
 from scmoe.models.objective import RoutedObjective
 from scmoe.models.preference import Preference
 from scmoe.models.stacked import leading_dimensions
-from scmoe.parallel.mesh import make_mesh, parameter_specs, shardings_of
+from scmoe.parallel.mesh import make_mesh, shardings_of
 from scmoe.parallel.shares import Gathering, StateShares, share_dimensions
 from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.modality import modality_of
+from scmoe.run.model import Params, build_model, derived_overlap, make_model, router_shapes
 from scmoe.run.modelled import modelled_times
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 from scmoe.training.step import TrainState, abstract_state
 from scmoe.training.streamed_update import OnHost
 from scmoe.training.variants import Change, Variant
-
-Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +147,13 @@ class Built:
 
   @property
   def shardings(self) -> tuple[Params, dict[str, Any]]:
-    """Shardings of parameters and router state."""
-    return shardings_of(self.shapes), shardings_of(self.router_shapes)
+    """Shardings of the trained parameters and of the router state."""
+    return shardings_of((self.trained_shapes, self.router_shapes))
+
+  @property
+  def trained_shapes(self) -> Params:
+    """Parameters that the optimizer updates, as `jax.ShapeDtypeStruct`s with shardings."""
+    return self.shapes
 
   @property
   def specs(self) -> Params:
@@ -159,7 +163,7 @@ class Built:
   @functools.cached_property
   def router_shapes(self) -> dict[str, Any]:
     """Router state as `jax.ShapeDtypeStruct`, replicated on every device."""
-    _, router = jax.eval_shape(lambda: self.init(jax.random.key(0)))
+    router = router_shapes(self.graph, self.shapes)
     everywhere = NamedSharding(self.mesh, jax.sharding.PartitionSpec())
     place = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere)
     return jax.tree.map(place, router)
@@ -173,8 +177,8 @@ class Built:
     choice = self.run.optimizer.ablation.masters
     halves = jax.default_backend() == "gpu" if choice == "auto" else choice == "halves"
     cast = self.objective.cast if halves else None
-    rest = self.shardings, cast, self.shapes_given
-    return abstract_state(self.init, self.optimizer, self.mesh, *rest)
+    shapes = self.trained_shapes, self.router_shapes
+    return abstract_state(shapes, self.optimizer, self.mesh, cast, self.shapes_given)
 
   @property
   def shapes_given(self) -> Any:
@@ -439,37 +443,6 @@ def build_mesh(run: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
   """The device mesh of a resolved configuration."""
   experts = run.model.num_experts if run.model.wiring_rule.taps else 0
   return make_mesh(run.mesh, devices, num_experts=experts)
-
-
-def build_model(run: RunConfig, mesh: Mesh | AbstractMesh | None) -> tuple[nnx.GraphDef, Params]:
-  """The model's graph, and the shapes and shardings of its parameters; nothing is allocated.
-
-  With `mesh` None the shapes have no sharding.
-  """
-  model = nnx.eval_shape(lambda: make_model(run, jax.random.key(0)))
-  graph, state = nnx.split(model)
-
-  if mesh is not None:
-    place = lambda shape, spec: jax.ShapeDtypeStruct(
-      shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec)
-    )
-    state = jax.tree.map(place, nnx.to_pure_dict(state), nnx.to_pure_dict(parameter_specs(state)))
-    return graph, state
-  return graph, nnx.to_pure_dict(state)
-
-
-def make_model(run: RunConfig, key: Array) -> Any:
-  """A model with fresh parameters."""
-  return modality_of(run).make_model(run, derived_overlap(run), key)
-
-
-def derived_overlap(run: RunConfig) -> OverlapConfig:
-  """Overlap options of a resolved run, with defaults that depend on the machine filled in."""
-  taps, gathered = run.model.wiring_rule.taps, run.dispatch.adaptive_r == 0
-  exchange = run.mesh.expert > 1 and bool(taps) and not gathered
-  gpu = jax.default_backend() == "gpu"
-  pairs, devices = run.model.num_pairs, run.mesh.size
-  return run.overlap.derived(gpu=gpu, exchange=exchange, pairs=pairs, devices=devices)
 
 
 def with_wiring(run: RunConfig, name: str) -> RunConfig:

@@ -21,12 +21,13 @@ from scmoe.layers.dot_product import fusable
 from scmoe.models.adapted import Adapted
 from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops
 from scmoe.models.low_rank import Adapters
-from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
+from scmoe.parallel.mesh import BATCH_AXES, manual
 from scmoe.run import build, placement, traffic
 from scmoe.run.config import RunConfig
 from scmoe.run.estimates import StepNeeds
 from scmoe.run.host_memory import Away, planned_away
 from scmoe.run.modality import modality_of
+from scmoe.run.model import build_model
 from scmoe.run.prediction import StepWork
 from scmoe.run.sharing import Sharing, bytes_per_device
 from scmoe.training.optimizer import make_optimizer
@@ -164,18 +165,15 @@ class _Planned(NamedTuple):
 
 def _planned(run: RunConfig) -> _Planned:
   mesh = abstract_mesh(run)
-  graph, shapes = build.build_model(run, mesh)
+  graph, shapes = build_model(run, mesh)
   adapters = Adapters(run.lora, shapes) if run.lora.rank else None
   trained = adapters.shapes if adapters else shapes
   sharing = Sharing(run, trained)
   optimizer = make_optimizer(
     run.optimizer, run.train.steps, shares=sharing.shares, on_host=build.on_host(run)
   )
-  of_model = lambda key: nnx.to_pure_dict(nnx.state(build.make_model(run, key)))
-  init = lambda key: (adapters.init(key) if adapters else of_model(key), {})
   halves = sharing.cast if _in_halves(run) else None
-  placed = shardings_of(trained), {}
-  state = abstract_state(init, optimizer, mesh, placed, halves)  # pyright: ignore
+  state = abstract_state((trained, {}), optimizer, mesh, halves)  # pyright: ignore
   outside = planned_away(run, state)
   return _Planned(mesh, graph, shapes, adapters, sharing, state, outside)
 
@@ -312,7 +310,7 @@ def _saved_bytes(run: RunConfig) -> int:
   alone = placement.single_device(run)
   train = dataclasses.replace(run.train, batch_size=run.train.batch_size // shards)
   alone = dataclasses.replace(alone, train=train)
-  graph, shapes = build.build_model(alone, None)
+  graph, shapes = build_model(alone, None)
   objective = modality_of(run).make_objective(alone, graph)
   base = None
   if run.lora.rank:
@@ -349,7 +347,7 @@ def matched_baselines(run: RunConfig) -> dict[str, tuple[Parameters, Flops] | st
   for word in WIRINGS:
     try:
       model = dataclasses.replace(run.model, wiring=word).resolve()
-      _, shapes = build.build_model(dataclasses.replace(run, model=model), None)
+      _, shapes = build_model(dataclasses.replace(run, model=model), None)
       changed = dataclasses.replace(run, model=model)
       share = real_share(changed)
       found[word] = (

@@ -13,9 +13,9 @@ from flax import nnx
 from jax import Array
 
 from scmoe.base.batch import ImageBatch
-from scmoe.blocks.options import OverlapConfig
 from scmoe.data.images.pipeline import ImageData, open_images
 from scmoe.inference.classification import evaluate_images
+from scmoe.models.config import ModelConfig
 from scmoe.models.vision.model import VisionModel
 from scmoe.models.vision.objective import ClassificationObjective
 from scmoe.run.config import RunConfig
@@ -27,10 +27,12 @@ class Images:
 
   path_source, noun = "images", "image"
 
-  def make_model(self, run: RunConfig, overlap: OverlapConfig, key: Array) -> VisionModel:
+  def make_model(
+    self, config: ModelConfig, key: Array, *, partitioned: bool, **options: Any
+  ) -> VisionModel:
     """See `Modality.make_model`."""
-    options = {"router": run.router, "dispatch": run.dispatch, "overlap": overlap}
-    return VisionModel(run.model, **options, rngs=nnx.Rngs(params=key))
+    del partitioned  # there is no table of tokens
+    return VisionModel(config, **options, rngs=nnx.Rngs(params=key))
 
   def make_objective(self, run: RunConfig, graph: nnx.GraphDef) -> ClassificationObjective:
     """See `Modality.make_objective`."""

@@ -16,7 +16,10 @@ from jax import Array
 
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
+from scmoe.models.config import ModelConfig
 from scmoe.models.objective import RoutedObjective
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.options import RouterConfig
 from scmoe.run.config import RunConfig
 from scmoe.run.images import Images
 from scmoe.run.multitask import Tasks
@@ -36,8 +39,24 @@ class Modality(Protocol):
 
   # -- the model, before anything is allocated ----------------------------------------------------
 
-  def make_model(self, run: RunConfig, overlap: OverlapConfig, key: Array) -> nnx.Module:
-    """A model with fresh parameters, for a resolved run."""
+  def make_model(
+    self,
+    config: ModelConfig,
+    key: Array,
+    *,
+    router: RouterConfig,
+    dispatch: DispatchConfig,
+    overlap: OverlapConfig,
+    partitioned: bool,
+  ) -> nnx.Module:
+    """A model with fresh parameters.
+
+    Args:
+      config: architecture, resolved.
+      key: typed random key of the parameters.
+      router, dispatch, overlap: options of routing, transport and schedule.
+      partitioned: whether data ranks partition the embedding and the head of a language model.
+    """
     ...
 
   def make_objective(self, run: RunConfig, graph: nnx.GraphDef) -> RoutedObjective:

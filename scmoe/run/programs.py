@@ -29,7 +29,7 @@ class Programs:
   Evaluation and generation take a `Programs` as their option `prepare`.
 
   Args:
-    overlap: the run's overlap options on this machine (`scmoe.run.build.derived_overlap`).
+    overlap: the run's overlap options on this machine (`scmoe.run.model.derived_overlap`).
     folder: where profiles are kept.
   """
 

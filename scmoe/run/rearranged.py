@@ -33,6 +33,7 @@ from scmoe.run import build, placement
 from scmoe.run.adapters import restore_weights
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import modality_of, with_other_data
+from scmoe.run.model import build_model
 from scmoe.run.opened import Stored, open_run, weights_of
 from scmoe.run.successor import PLACED, PRUNED, check_source, successor, write_successor
 from scmoe.run.text import load_tokenizer, with_tokenizer
@@ -235,7 +236,7 @@ def _leaves_of_start(folder: str, run: RunConfig, built: build.Built) -> dict[st
 
   def newest() -> tuple[Stored, Any]:
     begun = open_run(folder, None)
-    if build.build_model(begun.run, None)[1] != build.build_model(run, None)[1]:
+    if build_model(begun.run, None)[1] != build_model(run, None)[1]:
       raise ConfigError(
         f"--start: {folder} has parameters of other shapes than --from; give the run from which "
         "its training began"

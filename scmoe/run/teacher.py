@@ -22,6 +22,7 @@ from scmoe.run import build
 from scmoe.run.adapters import restore_weights
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
+from scmoe.run.model import build_model
 from scmoe.run.opened import open_named
 from scmoe.run.text import load_tokenizer
 from scmoe.training.distributed import is_first
@@ -74,7 +75,7 @@ class Teacher:
   def header_line(self, run: RunConfig) -> str:
     """The teacher's line in the header of the run that learns from it."""
     model, train = self.run.model, run.train
-    total = number(count_parameters(model, build.build_model(self.run, None)[1]).total)
+    total = number(count_parameters(model, build_model(self.run, None)[1]).total)
     if run.data.reads_preferences:
       name, use = "reference", f"rewards with beta {train.preference_beta:g}"
     else:

@@ -15,13 +15,13 @@ from jax import Array
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, StorageError
 from scmoe.base.stored import StoredError, read_text
-from scmoe.blocks.options import OverlapConfig
 from scmoe.data import Data, DataConfig, Tokenizer, bigram_bits_per_byte, check_vocab, open_data
 from scmoe.data.conventions import FILE, conventions_beside
 from scmoe.data.tokenizers import TOKENIZER, ByteTokenizer, JsonTokenizer
 from scmoe.inference.decode import generate
 from scmoe.inference.evaluation import evaluate, flat_scalars
 from scmoe.inference.sampling import Sampling
+from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.run.config import RunConfig, from_json
@@ -35,11 +35,9 @@ class Text:
 
   path_source, noun = "auto", "sequence"
 
-  def make_model(self, run: RunConfig, overlap: OverlapConfig, key: Array) -> GPT:
+  def make_model(self, config: ModelConfig, key: Array, **options: Any) -> GPT:
     """See `Modality.make_model`."""
-    options = {"router": run.router, "dispatch": run.dispatch, "overlap": overlap}
-    options |= {"partitioned": run.mesh.embedding_ranks > 1}
-    return GPT(run.model, **options, rngs=nnx.Rngs(params=key))
+    return GPT(config, **options, rngs=nnx.Rngs(params=key))
 
   def make_objective(self, run: RunConfig, graph: nnx.GraphDef) -> LanguageModelObjective:
     """See `Modality.make_objective`."""

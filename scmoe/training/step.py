@@ -180,28 +180,28 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array], dict[st
 
 
 def abstract_state(
-  init: Init,
+  shapes: tuple[PyTree, PyTree],
   optimizer: Optimizer,
   mesh: Mesh,
-  shardings: tuple[PyTree, PyTree],
   cast: Callable[[PyTree], PyTree] | None = None,
   teacher: PyTree = None,
 ) -> TrainState:
   """The training state as `jax.ShapeDtypeStruct`s with shardings; allocates nothing.
 
   Args:
-    init: key -> (params, router).
+    shapes: (params, router) as ShapeDtypeStructs with shardings. Those of `params` are the
+      shardings of whole parameters (`mesh.shard_state=none`).
     optimizer: its moments, and the average of the parameters, are sharded like the parameters they
       belong to, and divided further over data ranks if it has `Optimizer.shares`. With
       `Optimizer.on_host` moments and lower halves lie where it says.
     mesh: counters and scalars are replicated over it.
-    shardings: two pytrees of NamedSharding: one like `params`, for whole parameters
-      (`mesh.shard_state=none`); one like `router`.
     cast: parameters -> parameters in the types in which the model reads them. If given, float32
       parameters that the model reads in bfloat16 become `Halves` (`scmoe.training.masters`).
     teacher: ShapeDtypeStructs, with shardings, of the arrays for `Objective.taught`.
   """
-  shapes = jax.eval_shape(lambda: _fresh(init, optimizer, 0))
+  shardings = shardings_of(shapes)
+  bare = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), shapes)
+  fresh = jax.eval_shape(lambda made: _fresh(lambda key: made, optimizer, 0), bare)
   params, divided_places = stored_shardings(shardings[0], optimizer.shares)
   everywhere = replicated(mesh)
   # optax's mark of a parameter for which a rule keeps no state, e.g. Adam for a matrix of Muon.
@@ -209,18 +209,18 @@ def abstract_state(
   opt_state = optax.tree_map_params(
     optimizer.tx,
     lambda leaf, sharding: leaf if absent(leaf) else sharding,
-    shapes.opt_state,
+    fresh.opt_state,
     divided_places,
     transform_non_params=lambda _: everywhere,
     is_leaf=absent,
   )
-  placed = jax.tree.map(lambda _: everywhere, shapes)
+  placed = jax.tree.map(lambda _: everywhere, fresh)
   average = None if optimizer.average is None else divided_places
   placed = dataclasses.replace(
     placed, params=params, router=shardings[1], opt_state=opt_state, average=average
   )
   state = jax.tree.map(
-    lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, placed
+    lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), fresh, placed
   )
   state = dataclasses.replace(state, teacher=teacher)
   params, opt_state = state.params, state.opt_state
@@ -239,7 +239,8 @@ def init_state(
   """The state before step 0, with the same values on every mesh; each device makes its own share.
 
   Args:
-    init, optimizer: as for `abstract_state`.
+    init: key -> (params, router).
+    optimizer: as for `abstract_state`.
     seed: of fresh parameters, and of the random keys of all steps.
     abstract: from `abstract_state`; says where arrays lie, which parameters become `Halves`, and
       which stacks become `Apart`s.

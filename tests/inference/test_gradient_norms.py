@@ -9,8 +9,9 @@ from scmoe.data.config import DataConfig
 from scmoe.inference.gradients import PARTS, gradient_norms
 from scmoe.models.config import ModelConfig
 from scmoe.models.low_rank import LoraConfig
-from scmoe.run import build, placement
+from scmoe.run import placement
 from scmoe.run.config import RunConfig
+from scmoe.run.model import build_model
 from scmoe.run.opened import Stored
 from scmoe.training.options import TrainConfig
 
@@ -19,7 +20,7 @@ def tree_of(model):
   """A tree like the parameters, with numbers instead of gradients: the i-th leaf is all i + 1."""
   import jax
 
-  _, shapes = build.build_model(RunConfig(model=model), None)
+  _, shapes = build_model(RunConfig(model=model), None)
   leaves, structure = jax.tree.flatten(shapes)
   full = [np.full(leaf.shape, i + 1.0) for i, leaf in enumerate(leaves)]
   return jax.tree.unflatten(structure, full)

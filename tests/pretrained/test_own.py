@@ -32,9 +32,9 @@ from scmoe.pretrained.names import tensors
 from scmoe.pretrained.own_files import text_files
 from scmoe.pretrained.requests import check_experts
 from scmoe.pretrained.stream import flat
-from scmoe.run.build import build_model
 from scmoe.run.config import RunConfig
 from scmoe.run.exported import export_model
+from scmoe.run.model import build_model
 from scmoe.training.card import write_card
 from scmoe.training.restore import restore_stored
 

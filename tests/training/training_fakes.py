@@ -45,13 +45,13 @@ def init(key):
   return params, {"bias": jnp.zeros(EXPERTS)}
 
 
-def shardings(mesh):
-  """Experts over the expert axis, the rest replicated."""
-  whole = NamedSharding(mesh, P())
-  params, router = jax.eval_shape(init, jax.random.key(0))
-  params = jax.tree.map(lambda _: whole, params)
-  params["experts"] = NamedSharding(mesh, P("expert"))
-  return params, jax.tree.map(lambda _: whole, router)
+def shapes(mesh):
+  """Parameters and router state, abstract: experts over the expert axis, the rest replicated."""
+  over = lambda *axes: NamedSharding(mesh, P(*axes))
+  at = lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where)
+  fresh = jax.eval_shape(init, jax.random.key(0))
+  params, router = jax.tree.map(lambda s: at(s, over()), fresh)
+  return params | {"experts": at(params["experts"], over("expert"))}, router
 
 
 class Objective:
@@ -201,7 +201,7 @@ class FakeBuilt:
   def abstract_state(self):
     if self.state is not None:
       return self.state
-    return abstract_state(init, self.optimizer, self.mesh, shardings(self.mesh))
+    return abstract_state(shapes(self.mesh), self.optimizer, self.mesh)
 
   def cut(self):
     """Small enough as it is."""
@@ -252,7 +252,7 @@ class Setup:
   def __init__(self, mesh, objective: Any = None, optimizer: OptimizerConfig = OPTIMIZER, steps=20):
     self.mesh = mesh
     self.optimizer = make_optimizer(optimizer, steps)
-    self.abstract = abstract_state(init, self.optimizer, mesh, shardings(mesh))
+    self.abstract = abstract_state(shapes(mesh), self.optimizer, mesh)
     self._fresh: dict[int, Any] = {}
     fake: Any = objective or Objective()
     self.step = make_train_step(fake, self.optimizer, self.abstract)

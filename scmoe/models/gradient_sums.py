@@ -57,8 +57,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from scmoe.base.batch import Batch
+from scmoe.models.fetched import elsewhere_in, is_distant, is_elsewhere
 from scmoe.models.gradient_totals import GradientTotal, is_total
 from scmoe.models.stacked import is_apart, stacked_again
+from scmoe.offload.memory import is_on_host
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.gradients import travels_over
 from scmoe.parallel.mesh import axis_size
@@ -171,6 +173,8 @@ def accumulate(
   slopes = {name: scale / jnp.maximum(number, 1) for name, number in counts.items()}
   step = _Step(objective, [params] * size, router, ahead, key_of, slopes, gradient_dtype)
   reduces = any(travels_over(spec) for spec in jax.tree.leaves(specs))
+  # Gradients of experts in the host's memory leave the device from where the last group sums.
+  reduces = reduces or any(map(is_distant, elsewhere_in(params)))
   if count == 1 and not reduces:
     (terms,), pull, (aux,) = jax.vjp(step.losses(batch, 0), step.copies, has_aux=True)
     ((grads,),) = pull(step.slopes_of([terms]))
@@ -184,7 +188,7 @@ def accumulate(
       (done, totals), _ = jax.lax.scan(step.add_group, (done, totals), items)
     if reduces:
       done, totals = _last_group(step, groups, early, done, totals, specs, shares)
-    values = jax.tree.map(lambda total: total.value, totals, is_leaf=is_total)
+    values = jax.tree.map(lambda total: total.summed, totals, is_leaf=is_total)
     with jax.named_scope("accumulate"):
       (terms, aux), grads = done, stacked_again(values)
   if factor is not None and count > 1:
@@ -235,9 +239,11 @@ class _Step:
     """
     with jax.named_scope("accumulate"):
       shapes = tuple(each[0] for each in results)
-      done, zeros = jax.tree.map(_zeros, (shapes, _bare(self.copies[0])))
+      done, zeros = jax.tree.map(
+        lambda x: _zeros(x, read=early > 0), (shapes, _bare(self.copies[0]))
+      )
       zeros = self.objective.lay_out_totals(zeros) if early else zeros
-    total = lambda zero: GradientTotal(zero, dtype=self.dtype)
+    total = lambda zero: GradientTotal.begun(zero, self.dtype)
     return done, jax.tree.map(total, zeros, is_leaf=is_apart)
 
   def add_group(self, carry: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
@@ -296,8 +302,19 @@ def divided(terms: dict[str, Array], counts: dict[str, Array]) -> Array:
   return functools.reduce(jnp.add, parts)
 
 
-def _zeros(like: Any) -> Array:
-  return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
+def _zeros(like: Any, read: bool = True) -> Array:
+  """Zeros of the type of a total, in the memory in which `like` lies.
+
+  Args:
+    like: an array, or a `jax.ShapeDtypeStruct`.
+    read: False: only their type matters. jax marks each copy between memories as an effect, so XLA
+      may keep one whose result nothing reads; it removes such a broadcast.
+  """
+  dtype = jnp.promote_types(like.dtype, jnp.float32)
+  if not is_on_host(like):
+    return jnp.zeros(like.shape, dtype)
+  zeros = jax.device_put(jnp.zeros(like.shape if read else (), dtype), jax.memory.Space.Host)
+  return zeros if read else jnp.broadcast_to(zeros, like.shape)
 
 
 def _added_up(new: Sequence[PyTree], done: PyTree) -> PyTree:
@@ -310,7 +327,8 @@ def _added_up(new: Sequence[PyTree], done: PyTree) -> PyTree:
 def for_last_group(totals: PyTree, specs: PyTree, dtype: str, *, empty: bool) -> PyTree:
   """Totals for the last group of a step; None for a parameter that needs none.
 
-  A parameter needs none if its gradient is neither added to earlier ones nor summed over devices.
+  A parameter needs none if its gradient is neither added to earlier ones nor summed over devices,
+  and stays on the device.
 
   Args:
     totals: the totals of the earlier groups.
@@ -321,9 +339,9 @@ def for_last_group(totals: PyTree, specs: PyTree, dtype: str, *, empty: bool) ->
 
   def prepare(spec: Any, total: GradientTotal) -> GradientTotal | None:
     axes = travels_over(spec)
-    if empty and not axes:
+    if empty and not axes and total.squares is None:
       return None
-    return GradientTotal(total.value, axes, dtype, last=True, empty=empty)
+    return dataclasses.replace(total, axes=axes, dtype=dtype, last=True, empty=empty)
 
   return jax.tree.map(prepare, specs, totals)
 
@@ -353,8 +371,8 @@ def _into_shares(totals: PyTree, params: PyTree, shares: StateShares) -> PyTree:
 
 
 def _bare(params: PyTree) -> PyTree:
-  """The parameters with every `Share` replaced by its array."""
-  return jax.tree.map(lambda x: x.value if is_share(x) else x, params, is_leaf=is_share)
+  """The parameters with every `Share` and `Distant` replaced by its array."""
+  return jax.tree.map(lambda x: x.value if is_elsewhere(x) else x, params, is_leaf=is_elsewhere)
 
 
 def _completed(found: PyTree, grads: list[PyTree], zeros: PyTree) -> PyTree:

@@ -21,9 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from scmoe.models.fetched import brought, elsewhere_in, is_elsewhere, pairs_of
 from scmoe.models.stacked import Apart, each_layer, is_apart, padded_stack, split_layers, unstacked
-from scmoe.parallel.gradients import sum_over_devices
-from scmoe.parallel.shares import AXIS, WHOLE, Share, gathered, is_share, scattered, shares_in
+from scmoe.offload.memory import is_on_host
+from scmoe.parallel.barriers import barrier
+from scmoe.parallel.gradients import Sent, sum_over_devices
+from scmoe.parallel.shares import AXIS, WHOLE, Share, is_share, scattered
 
 PyTree = Any
 
@@ -48,6 +51,9 @@ class GradientTotal:
     empty: whether there was no earlier group: only the shape of `value` is then read.
     dimension: the dimension that data ranks divide, for a total with `into`.
     bucket: see `scmoe.parallel.shares.Gathering`.
+    squares: float32 zeros [L], or [] for one layer, if the parameter and `value` lie in the host's
+      memory (`scmoe.models.fetched`), else None. In the last group the gradient with respect to
+      them is the sum of the total's squares.
     into: zeros like this rank's share of the parameter; the gradient with respect to them is this
       rank's share of the sum, and nothing is differentiated with respect to `value`. None: the
       total keeps its shape.
@@ -60,7 +66,20 @@ class GradientTotal:
   empty: bool = dataclasses.field(default=False, metadata={"static": True})
   dimension: int = dataclasses.field(default=WHOLE, metadata={"static": True})
   bucket: int = dataclasses.field(default=0, metadata={"static": True})
+  squares: Any = None
   into: Any = None
+
+  @staticmethod
+  def begun(zeros: Any, dtype: str) -> GradientTotal:
+    """The total before the first microbatch, from the zeros with which it begins."""
+    away = is_apart(zeros) and is_on_host(zeros.parts[0])
+    squares = jnp.zeros(len(zeros.parts)) if away else None
+    return GradientTotal(zeros, dtype=dtype, squares=squares)
+
+  @property
+  def summed(self) -> Any:
+    """The gradients of a step, from the total after its last group."""
+    return self.value if self.squares is None else Sent(self.value.parts, self.squares)
 
 
 def added(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
@@ -80,7 +99,8 @@ def added(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
   here = [i for i, total in enumerate(found) if total is not None]
   if not here:
     return list(copies)
-  leaves, structures = zip(*(jax.tree.flatten(own, is_leaf=is_share) for own in copies))
+  one = lambda x: is_elsewhere(x) or is_apart(x)
+  leaves, structures = zip(*(jax.tree.flatten(own, is_leaf=one) for own in copies))
   assert all(len(own) == len(found) for own in leaves), "the totals are those of other parameters"
   picked: Any = _added([[own[i] for i in here] for own in leaves], [found[i] for i in here])
   for own, replaced in zip(leaves, picked):
@@ -90,7 +110,7 @@ def added(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
 
 
 def ready(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
-  """`added`, with all `Share`s gathered: the parameters of one pair, as it reads them.
+  """`added`, with `Share`s gathered and `Distant`s fetched: the parameters that one pair reads.
 
   Args:
     copies, totals: as of `added`.
@@ -112,18 +132,18 @@ def ready_beside_pairs(copies: Sequence[PyTree], totals: PyTree = None) -> list[
 
 
 def _all_gathered(copies: Sequence[PyTree], wanted: Callable[[Any], bool]) -> list[PyTree]:
-  """The copies with whole arrays in place of `Share`s whose path is `wanted`.
+  """The copies with whole arrays in place of `Share`s and `Distant`s whose path is `wanted`.
 
-  Copies have equal values, so the shares of the first one are gathered, for all of them.
+  Copies have equal values, so those of the first one are gathered, for all of them.
   """
-  if not shares_in(copies[0]):
+  if not elsewhere_in(copies[0]):
     return list(copies)
-  flat, tree = jax.tree_util.tree_flatten_with_path(copies[0], is_leaf=is_share)
-  here = [i for i, (path, leaf) in enumerate(flat) if is_share(leaf) and wanted(path)]
-  wholes = gathered([flat[i][1] for i in here])
+  flat, tree = jax.tree_util.tree_flatten_with_path(copies[0], is_leaf=is_elsewhere)
+  here = [i for i, (path, leaf) in enumerate(flat) if is_elsewhere(leaf) and wanted(path)]
+  wholes = brought([flat[i][1] for i in here])
   results = []
   for own in copies:
-    leaves = jax.tree.leaves(own, is_leaf=is_share)
+    leaves = jax.tree.leaves(own, is_leaf=is_elsewhere)
     for i, whole in zip(here, wholes):
       leaves[i] = whole
     results.append(jax.tree.unflatten(tree, leaves))
@@ -141,7 +161,7 @@ def added_by_scan(copies: Sequence[PyTree], totals: PyTree) -> tuple[list[PyTree
   Args:
     copies, totals: see `added`; leaves [L, ...].
   """
-  if _before_last(totals) and not shares_in(copies[0]):
+  if _before_last(totals) and not elsewhere_in(copies[0]):
     return added(copies, totals), None
   return list(copies), totals
 
@@ -151,7 +171,7 @@ def added_by_layer(
 ) -> tuple[list[list[PyTree]], list[PyTree]]:
   """(copies, totals) of every layer of a stack, for layers that are written out.
 
-  In the last group, and in every group if data ranks share parameters, each layer calls `added`
+  In the last group, and in every group if parameters lie elsewhere, each layer calls `added`
   with its own totals, as the scan's body does after `added_by_scan`. In other groups this function
   adds the gradients: to each layer's array where the total is `Apart`, else to the stack. The
   layers then get None for totals.
@@ -161,12 +181,12 @@ def added_by_layer(
     totals: see `added`.
     count: L.
   """
-  if _before_last(totals) and not shares_in(copies[0]):
+  if _before_last(totals) and not elsewhere_in(copies[0]):
     trees = jax.tree.structure(copies[0])
     like_copies = jax.tree.unflatten(trees, _total_leaves(totals))
     own: Any = _added_to_stack(like_copies, list(copies), count)
     return own, [None] * count
-  split: Any = unstacked(list(copies), count), unstacked(totals, count)
+  split: Any = pairs_of(copies, count), unstacked(totals, count)
   return split
 
 
@@ -234,7 +254,7 @@ def _added_bwd(kept, bars):
     wide = [
       [bar.astype(jnp.promote_types(bar.dtype, jnp.float32)) for bar in copy] for copy in bars
     ]
-    values = [total.value for total in totals]
+    values, bars = _old_values(totals, bars)
     here = [i for i, divided in enumerate(divided_at) if divided.dimension != WHOLE]
     addends = [functools.reduce(jnp.add, [copy[i] for copy in wide]) for i in here]
     dimensions = [divided_at[i].dimension for i in here]
@@ -244,6 +264,27 @@ def _added_bwd(kept, bars):
       for i in set(range(len(totals))) - set(here):
         values[i] = copy[i] if values[i] is None else values[i] + copy[i]
     return None, _reduced(totals, values)
+
+
+def _old_values(totals: list[GradientTotal], bars: Any) -> tuple[list[Array], Any]:
+  """Values of totals on the device, and `bars`.
+
+  A total in the host's memory is fetched when the layer's gradients `bars` are made, not before.
+  """
+  values = [total.value for total in totals]
+  away = [i for i, x in enumerate(totals) if x.squares is not None and x.value is not None]
+  if away:
+    there, bars = barrier(([values[i] for i in away], bars))
+    for i, value in zip(away, there):
+      values[i] = jax.device_put(value, jax.memory.Space.Device)[0]
+  return values, bars
+
+
+def _sent(total: GradientTotal, value: Array) -> GradientTotal:
+  """A total that returns to the host's memory; in the last group with the sum of its squares."""
+  squares = jnp.sum(jnp.square(value)) if total.last else jnp.zeros(())
+  value = jax.device_put(value[None], jax.memory.Space.Host)
+  return dataclasses.replace(total, value=value, squares=squares)
 
 
 def _reduced(totals: list[GradientTotal], values: list[Array]) -> list[GradientTotal]:
@@ -258,7 +299,8 @@ def _reduced(totals: list[GradientTotal], values: list[Array]) -> list[GradientT
   for i, (total, value) in enumerate(zip(totals, values)):
     if total.into is None:
       value = sum_over_devices(value, total.axes, total.dtype)
-      found.append(dataclasses.replace(total, value=value))
+      away = total.squares is not None
+      found.append(_sent(total, value) if away else dataclasses.replace(total, value=value))
     else:
       others = tuple(axis for axis in total.axes if axis != AXIS)
       share = sum_over_devices(shares[here.index(i)], others, total.dtype)

@@ -32,6 +32,7 @@ from scmoe.moe.losses import (
 )
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
+from scmoe.offload.memory import is_on_host
 from scmoe.parallel.collectives import total
 from scmoe.parallel.mesh import TOKEN_AXES
 from scmoe.parallel.sequence import own_tokens
@@ -423,11 +424,14 @@ class LanguageModelObjective(RoutedObjective):
 
 
 def cast_params(params: Any, dtype: Any) -> Any:
-  """Casts parameters to `dtype`, except those of norms, gates and mixing coefficients."""
+  """Casts parameters to `dtype`, except those of norms, gates and mixing coefficients.
+
+  Those in the host's memory are cast when they have been fetched (`scmoe.models.fetched`).
+  """
 
   def cast(path: tuple, leaf: Array) -> Array:
     name = jax.tree_util.keystr(path)
     keep = any(word in name for word in ("norm", "router_gate", "mix"))
-    return leaf if keep else leaf.astype(dtype)
+    return leaf if keep or is_on_host(leaf) else leaf.astype(dtype)
 
   return jax.tree_util.tree_map_with_path(cast, params)

@@ -1,7 +1,8 @@
 """Gathers the parameters of written-out pairs one pair ahead, in both passes.
 
 It serves `mesh.shard_state=parameters` with `mesh.gather_ahead`. A pair's parameters are gathered
-while the pair before it, in the order of the pass, computes. Three pairs:
+while the pair before it, in the order of the pass, computes. Experts in the host's memory
+(`mesh.experts_in=host`, `scmoe.models.fetched`) are fetched in the same order. Three pairs:
 
   forward    gather 0 | gather 1, pair 0 | gather 2, pair 1 | pair 2
   backward   pair 2, gather 1 | pair 1, gather 0 | pair 0
@@ -25,19 +26,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scmoe.models.gradient_totals import ready
+from scmoe.models.fetched import Distant, brought, elsewhere_in, held_back, is_distant, is_elsewhere
+from scmoe.models.gradient_totals import is_total, ready
 from scmoe.parallel.barriers import barrier
-from scmoe.parallel.shares import Share, gathered, is_share, shares_in
+from scmoe.parallel.shares import Share
 
 PyTree = Any
 Body = Callable[[Any, Any], tuple[Any, Any]]
+Elsewhere = Share | Distant
 
 
 class OneAhead:
@@ -45,35 +48,40 @@ class OneAhead:
 
   Args:
     body: runs a pair with whole parameters: (carry, ((copies, None), here, None)) -> (carry, out).
-    count: number of pairs, and so of calls.
+    totals: for each pair the totals of its parameters (`added`), or None.
   """
 
-  def __init__(self, body: Body, count: int):
-    self.body, self.left = body, count
-    self.shares: list[Share] | None = None  # of the pair before
+  def __init__(self, body: Body, totals: Sequence[PyTree]):
+    self.body, self.totals = body, list(totals)
+    self.shares: list[Elsewhere] | None = None  # of the pair before
     self.wholes: list[Array] | None = None  # the same, gathered
     self.start: Any = None  # the carry with which the pair before began
 
-  def __call__(self, carry: Any, read: tuple[list[PyTree], PyTree], here: Any) -> tuple[Any, Any]:
+  def __call__(self, carry: Any, copies: list[PyTree], here: Any) -> tuple[Any, Any]:
     """Runs the next pair.
 
     Args:
       carry: the carry of `body`.
-      read: the pair's parameters once for each batch, with `Share`s, and their totals (`added`).
+      copies: the pair's parameters once for each batch, with `Share`s or `Distant`s.
       here: the pair's other inputs, which have no gradient.
 
     Returns:
       The result of `body`: the carry for the next pair, and the pair's output.
     """
-    copies, totals = read
-    shares = shares_in(copies[0])
-    self.left -= 1
+    totals = self.totals.pop(0)
+    shares = elsewhere_in(copies[0])
     if self.start is not None:
       begun = jax.lax.stop_gradient(_floats(self.start))
-      tied: Any = barrier((copies, begun), "forward")
-      copies = tied[0]
-    at = [i for i, x in enumerate(jax.tree.leaves(copies[0], is_leaf=is_share)) if is_share(x)]
-    how = _How(self.body, tuple(at), last=not self.left)
+      if any(map(is_distant, shares)):
+        copies = held_back(copies, begun)
+      else:
+        tied: Any = barrier((copies, begun), "forward")
+        copies = tied[0]
+    if self.totals:
+      carry, self.totals[0] = _stored_before(carry, self.totals[0])
+    leaves = jax.tree.leaves(copies[0], is_leaf=is_elsewhere)
+    at = [i for i, x in enumerate(leaves) if is_elsewhere(x)]
+    how = _How(self.body, tuple(at), last=not self.totals)
     found: Any = _pair(how, ready(copies, totals), carry, here, self.shares, self.wholes)
     made, self.wholes = found
     self.shares, self.start = shares, carry
@@ -109,7 +117,7 @@ class _Kept:
   """
 
   leaves: list[Any]
-  shares: list[Share] | None
+  shares: list[Elsewhere] | None
   structure: Any = dataclasses.field(metadata={"static": True})
   places: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
@@ -120,7 +128,7 @@ def _pair(
   copies: list[PyTree],
   carry: Any,
   here: Any,
-  before: list[Share] | None,
+  before: list[Elsewhere] | None,
   wholes: list[Array] | None,
 ) -> tuple[Any, list[Array] | None]:
   """The body's result, and the pair's gathered parameters for the next call's `wholes`.
@@ -162,13 +170,38 @@ def _pair_bwd(how, kept, bars):
   before_bar = None
   if kept.shares is not None:
     shares, _ = barrier((kept.shares, _floats(made_bar[0])))
-    before_bar = gathered(shares)
+    before_bar = brought(shares)
   leaves = [leaf if place < 0 else wholes[place] for leaf, place in zip(kept.leaves, kept.places)]
   copies_bar, carry_bar = jax.tree.unflatten(kept.structure, leaves)(made_bar)
   return copies_bar, carry_bar, None, None, before_bar
 
 
 _pair.defvjp(_pair_fwd, _pair_bwd)
+
+
+def _stored_before(carry: Any, following: PyTree) -> tuple[Any, PyTree]:
+  """(`carry`, `following`), tied so that in the backward pass the pair before waits for a store.
+
+  While a pair computes its gradients, those of the next pair's experts leave the device. The pair
+  before begins when they have left. Without this barrier XLA could keep the gradients of all pairs
+  on the device until the end.
+
+  Args:
+    carry: the carry with which a pair begins.
+    following: the totals of the next pair. Only those in the host's memory count.
+  """
+  totals, structure = jax.tree.flatten(following, is_leaf=is_total)
+  away = [i for i, x in enumerate(totals) if is_total(x) and x.squares is not None]
+  if not away:
+    return carry, following
+  values, tree = jax.tree.flatten(carry)
+  here = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
+  tied: Any = barrier(([values[i] for i in here], [totals[i] for i in away]), "backward")
+  for i, value in zip(here, tied[0]):
+    values[i] = value
+  for i, total in zip(away, tied[1]):
+    totals[i] = total
+  return tree.unflatten(values), structure.unflatten(totals)
 
 
 def _floats(tree: PyTree) -> list[Array]:

@@ -25,8 +25,8 @@ def rematerialised(
       experts recompute their activations themselves (`OnDevice.recompute`).
     kept: names of values (`jax.ad_checkpoint.checkpoint_name`) that the forward pass keeps under
       any preset.
-    gathers: whether the body gathers its parameters from the data ranks' shares. The backward pass
-      gathers them again unless `kept` contains `GATHERED`.
+    gathers: whether the body gathers its parameters from the data ranks' shares, or fetches them
+      from the host's memory. The backward pass does so again unless `kept` contains `GATHERED`.
 
   Raises:
     ConfigError: the preset is unknown.
@@ -49,6 +49,7 @@ def rematerialised(
 # them were saved, it would keep a gathered parameter in memory after all.
 _MOVES = (
   "all_gather",
+  "device_put",
   "name",
   "slice",
   "reshape",

@@ -76,16 +76,16 @@ def split_layers(tree: PyTree, count: int, keep: Callable[[str, Array], bool]) -
   array in every iteration. It copies no array that belongs to one layer.
 
   Args:
-    tree: leaves [L, ...].
+    tree: leaves [L, ...]; an `Apart` stays one.
     count: L.
     keep: (path as `jax.tree_util.keystr` writes it, array) -> whether the array stays stacked.
   """
 
   def split(path: tuple, x: Array) -> Any:
-    stays = keep(jax.tree_util.keystr(path), x)
+    stays = is_apart(x) or keep(jax.tree_util.keystr(path), x)
     return x if stays else Apart(tuple(x[i] for i in range(count)))
 
-  return jax.tree_util.tree_map_with_path(split, tree)
+  return jax.tree_util.tree_map_with_path(split, tree, is_leaf=is_apart)
 
 
 def stacked_again(tree: PyTree) -> PyTree:

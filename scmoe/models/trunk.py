@@ -26,6 +26,7 @@ from scmoe.blocks.walk import Context, PairWalk
 from scmoe.blocks.wiring import Tap
 from scmoe.models.ahead import Split, enter_scan, leave_scan, next_of, sends_ahead
 from scmoe.models.config import ModelConfig
+from scmoe.models.fetched import elsewhere_in, is_distant
 from scmoe.models.gradient_totals import added_by_layer, added_by_scan, large_layers_apart, ready
 from scmoe.models.regather import OneAhead
 from scmoe.models.rematerialisation import rematerialised
@@ -35,7 +36,7 @@ from scmoe.moe.experts import ExpertSource, OnDevice
 from scmoe.moe.losses import init_bias
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
-from scmoe.parallel.shares import GATHERED, shares_in
+from scmoe.parallel.shares import GATHERED
 
 
 @jax.tree_util.register_dataclass
@@ -328,7 +329,8 @@ def run_trunks(route: Route) -> list[Output]:
         (out.sums, out.caches, out.hidden and jnp.stack(out.hidden), out.kept) for out in outs
       ]
 
-    shares = shares_in(params[0])
+    shares = elsewhere_in(params[0])
+    fetches = any(map(is_distant, shares))
     kept = () if not shares or shares[0].how.again else (GATHERED,)
     remat: dict[str, Any] = {"remat": shared.remat, "kept": kept, "gathers": bool(shares)}
     body = rematerialised(stage, **remat)
@@ -340,11 +342,13 @@ def run_trunks(route: Route) -> list[Output]:
     runs, per_step = config.runs, model.overlap.pairs_per_step(config.num_pairs)
     absent: list[Any] = [None] * len(trunks)
     split: Any = None
-    if all(g.caches is None for g in given) and sends_ahead(model.stages, contexts[0], starts[0]):
+    begins_next = not fetches and all(g.caches is None for g in given)
+    if begins_next and sends_ahead(model.stages, contexts[0], starts[0]):
       split = Split.of(params[0])
       body = rematerialised(functools.partial(stage, split=split), **remat)
-    one_ahead = model.written_out and not split and bool(shares) and totals is not None
+    one_ahead = model.written_out and not split and bool(shares)
     one_ahead = one_ahead and shares[0].how.again and shares[0].how.ahead
+    one_ahead = one_ahead and (fetches or totals is not None)
     if one_ahead:
       remat = {"remat": shared.remat}  # `OneAhead` gathers
       body = rematerialised(stage, **remat)
@@ -378,14 +382,14 @@ def run_trunks(route: Route) -> list[Output]:
       elif model.written_out:
         found = []
         own_body = bodies[run.start == 0]
-        in_order = OneAhead(own_body, run.stop - run.start) if one_ahead else None
+        in_order = OneAhead(own_body, own_totals[run.start : run.stop]) if one_ahead else None
         for i in range(run.start, run.stop):
           at = lambda some, i=i: [c and c[i] for c in some]
           read = parts[i] if parts else (at_hand.take(i), own_totals[i])
           then = (parts[i + 1][0], of_pairs[i + 1]) if parts and i + 1 < run.stop else None
           here = (at(caches), at(kept), *of_pairs[i])
           if in_order is not None:
-            made_here = in_order(carry, read, here)
+            made_here = in_order(carry, read[0], here)
           else:
             made_here = own_body(carry, (read, here, then))
           carry, out = at_hand.advance(i, made_here)

@@ -11,6 +11,7 @@ and have the same gradient already, so nothing is summed over that axis.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -25,6 +26,25 @@ PyTree = Any
 # `global_norm` reads an array of more than two dimensions slice by slice along its first, for
 # example layer by layer, if there are at most this many slices.
 STACKED = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sent:
+  """A stack's gradients that have left the device for the host's memory, layer by layer.
+
+  Attributes:
+    parts: for each layer its gradient [1, ...] in the host's memory, float32.
+    squares_L: float32, for each layer the sum of the gradient's squares, made before it left.
+  """
+
+  parts: tuple[Array, ...]
+  squares_L: Array
+
+
+def is_sent(leaf: Any) -> bool:
+  """Whether a leaf of gradients is a `Sent`."""
+  return isinstance(leaf, Sent)
 
 
 def reduce_gradients(grads: PyTree, specs: PyTree, dtype: str = "float32") -> PyTree:
@@ -78,19 +98,21 @@ def global_norm(grads: PyTree, specs: PyTree) -> Array:
   """Euclidean norm of all gradients, float32 []; an element that several devices hold counts once.
 
   Args:
-    grads: this device's shares of reduced gradients.
+    grads: this device's shares of reduced gradients; may be `Sent`.
     specs: PartitionSpecs like the parameters.
   """
 
-  def square(grad: Array, spec: P) -> Array:
+  def square(grad: Any, spec: P) -> Array:
     copies = axis_size(*AXES) // axis_size(*axes_of(spec))
+    if is_sent(grad):
+      return grad.squares_L.sum() / copies
     squares = lambda part: jnp.sum(jnp.square(part.astype(jnp.float32)))
     # Layers one by one: XLA then reads each layer's gradient from the kernel that made it, and does
     # not have to stack the gradients first.
     parts = grad if grad.ndim > 2 and len(grad) <= STACKED else [grad]
     return jnp.stack([squares(part) for part in parts]).sum() / copies
 
-  total = sum(jax.tree.leaves(jax.tree.map(square, grads, specs)))
+  total = sum(jax.tree.leaves(jax.tree.map(square, grads, specs, is_leaf=is_sent)))
   over = tuple(axis for axis in AXES if axis_size(axis) > 1)
   with jax.named_scope("gradients"):
     return jnp.sqrt(jax.lax.psum(total, over) if over else total)

@@ -154,6 +154,14 @@ class MeshConfig(Options, path="mesh"):
     minimum=0,
   )
 
+  experts_in: str = option(
+    "device",
+    "with mesh.moments_in=host: where the matrices of routed experts lie in training: device; or "
+    "host, from which each layer's come while the layer before computes, in both passes, and to "
+    "which their gradients go (docs/scale.md)",
+    choices=("device", "host"),
+  )
+
   def resolve(self, num_devices: int) -> MeshConfig:
     """The same options, with a number in place of `data` = -1, for `num_devices` devices.
 

@@ -23,6 +23,7 @@ from scmoe.blocks.timeline import chunk_slots
 from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
 from scmoe.models.distillation import Distillation
+from scmoe.models.fetched import to_fetch
 from scmoe.models.flops import forward_flops, peak_flops
 from scmoe.models.objective import RoutedObjective
 from scmoe.models.preference import Preference
@@ -33,10 +34,12 @@ from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.modality import modality_of
 from scmoe.run.model import Params, build_model, derived_overlap, make_model, router_shapes
 from scmoe.run.modelled import modelled_times
+from scmoe.run.on_host import on_host
+from scmoe.training.host_arrays import to_device
+from scmoe.training.host_state import joined
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 from scmoe.training.step import TrainState, abstract_state
-from scmoe.training.streamed_update import OnHost
 from scmoe.training.variants import Change, Variant
 
 
@@ -279,7 +282,7 @@ class Built:
     Args:
       params, given: as for `whole`.
     """
-    params = self.whole(params, given)
+    params = to_device(joined(self.whole(params, given)))
     if self.run.mesh.embedding_ranks == 1:
       return self.model(params)
     place = dataclasses.replace(self.run.mesh, embedding="whole")
@@ -290,9 +293,11 @@ class Built:
     """The model with the training state's parameters, for evaluation during training.
 
     If data ranks share the parameters (`mesh.shard_state=parameters`), each of them is a `Share`,
-    which a pair gathers as it begins.
+    which a pair gathers as it begins. An expert in the host's memory is an `Distant`, and fetched.
     """
-    shares = self.optimizer.shares
+    shares, on_host = self.optimizer.shares, self.optimizer.on_host
+    if on_host is not None and on_host.experts:
+      params = to_fetch(params, on_host.experts)
     return self.model(params if shares is None else shares.to_read(params))
 
 
@@ -344,36 +349,6 @@ def shares_of(run: RunConfig, shapes: Params) -> StateShares | None:
     dimensions=share_dimensions(shapes, leading_dimensions),
     how=Gathering(mesh.bucket_bytes, mesh.gather_again, mesh.gather_ahead),
   )
-
-
-def on_host(run: RunConfig) -> OnHost | None:
-  """How moments in the host's memory or in files are updated; None if they lie on the devices.
-
-  Raises:
-    ConfigError: the host cannot compute the run's update, or does not where moments lie in files.
-  """
-  mesh, filed = run.mesh, run.mesh.moments_in == "files"
-  if mesh.moments_in == "device":
-    return None
-  if filed and mesh.moments_update == "device":
-    raise ConfigError(
-      "mesh.moments_in='files' needs an update by the host, got mesh.moments_update='device'; set "
-      "mesh.moments_update=host"
-    )
-  if filed and not mesh.moments_folder:
-    raise ConfigError(
-      "mesh.moments_in='files' needs a folder, got mesh.moments_folder=''; name one on a local disk"
-    )
-  if mesh.moments_update == "host" and run.optimizer.name != "adamw":
-    raise ConfigError(
-      f"mesh.moments_update='host' computes AdamW, got optimizer.name={run.optimizer.name!r}, "
-      "whose products of matrices are for devices; set mesh.moments_update=device"
-      + " and mesh.moments_in=host"
-      * filed
-    )
-  computes = mesh.moments_update == "host"
-  kept = 0 if computes else mesh.moments_kept
-  return OnHost(mesh.moments_ahead, kept, computes, mesh.moments_folder if filed else "")
 
 
 def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:

@@ -25,9 +25,11 @@ from scmoe.parallel.mesh import BATCH_AXES, manual
 from scmoe.run import build, placement, traffic
 from scmoe.run.config import RunConfig
 from scmoe.run.estimates import StepNeeds
+from scmoe.run.expert_copies import Passes
 from scmoe.run.host_memory import Away, planned_away
 from scmoe.run.modality import modality_of
 from scmoe.run.model import build_model
+from scmoe.run.on_host import on_host
 from scmoe.run.prediction import StepWork
 from scmoe.run.sharing import Sharing, bytes_per_device
 from scmoe.training.optimizer import make_optimizer
@@ -55,8 +57,11 @@ class Memory:
       that a step makes.
     frozen: with `lora.rank`, the model that is adapted, in the compute type; parameters, gradients
       and optimizer are then those of the adapters.
-    arriving: with `mesh.moments_in=host`, the most bytes that the device holds at a time during the
-      update for layers under way (`Away.on_device`).
+    experts: with `mesh.experts_in=host`, the most bytes of experts and their gradients that the
+      device holds at a time during the passes (`Passes.on_device`); parameters and gradients are
+      then those of all else.
+    arriving: with `mesh.moments_in=host`, the same of layers under way during the update
+      (`Away.on_device`).
   """
 
   parameters: int
@@ -67,12 +72,13 @@ class Memory:
   gathered: int = 0
   copies: int = 0
   frozen: int = 0
+  experts: int = 0
   arriving: int = 0
 
   @property
   def total(self) -> int:
-    """All kinds together."""
-    return sum(dataclasses.astuple(self))
+    """All kinds together, of `arriving` and `experts` the larger: they are not there at once."""
+    return sum(dataclasses.astuple(self)) - min(self.arriving, self.experts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +102,11 @@ class DryRun:
   away: Away | None = None
 
   @property
+  def passes(self) -> Passes | None:
+    """Copies of experts in the host's memory; None: they lie on the device."""
+    return None if self.away is None else self.away.passes
+
+  @property
   def tokens_per_step(self) -> int:
     """Tokens of one optimizer step."""
     train, length = self.run.train, self.run.data.seq_len
@@ -112,6 +123,7 @@ class DryRun:
       tokens=self.tokens_per_step,
       exchanging=mesh.expert,
       copies=None if self.away is None else self.away.seconds,
+      passes=None if self.passes is None else self.passes.seconds,
       computes=mesh.moments_update == "host",
       filed=mesh.moments_in == "files",
     )
@@ -152,15 +164,27 @@ class _Planned(NamedTuple):
     run, sharing = self.sharing.run, self.sharing
     return Memory(
       parameters=bytes_per_device(self.state.params),
-      gradients=sharing.gradient_bytes,
+      gradients=self.gradients,
       optimizer=bytes_per_device((self.state.opt_state, self.state.average)),
       activations=0,
       exchange=0,
       gathered=sharing.gathered_bytes,
       copies=0 if _in_halves(run) else sharing.copied_bytes,
       frozen=sharing.bytes_read(self.shapes) if self.adapters else 0,
+      experts=0 if self.passes is None else self.passes.on_device,
       arriving=0 if self.away is None else self.away.on_device,
     )
+
+  @property
+  def passes(self) -> Passes | None:
+    """Copies of experts in the host's memory; None: they lie on the device."""
+    return None if self.away is None else self.away.passes
+
+  @property
+  def gradients(self) -> int:
+    """Bytes of float32 gradients that stay on the device until the update."""
+    gone = 0 if self.passes is None else sum(self.passes.gradients)
+    return self.sharing.gradient_bytes - gone
 
 
 def _planned(run: RunConfig) -> _Planned:
@@ -170,7 +194,7 @@ def _planned(run: RunConfig) -> _Planned:
   trained = adapters.shapes if adapters else shapes
   sharing = Sharing(run, trained)
   optimizer = make_optimizer(
-    run.optimizer, run.train.steps, shares=sharing.shares, on_host=build.on_host(run)
+    run.optimizer, run.train.steps, shares=sharing.shares, on_host=on_host(run)
   )
   halves = sharing.cast if _in_halves(run) else None
   state = abstract_state((trained, {}), optimizer, mesh, halves)  # pyright: ignore
@@ -222,6 +246,7 @@ def _work(plan: _Planned, sent: traffic.Sent) -> StepWork:
     state=bytes_per_device((plan.state.params, plan.state.opt_state)),
     totals=plan.sharing.gradient_bytes,
     copies=None if plan.away is None else plan.away.seconds,
+    passes=None if plan.passes is None else plan.passes.seconds,
   )
 
 
@@ -309,7 +334,9 @@ def _saved_bytes(run: RunConfig) -> int:
   shards = run.mesh.batch_shards
   alone = placement.single_device(run)
   train = dataclasses.replace(run.train, batch_size=run.train.batch_size // shards)
-  alone = dataclasses.replace(alone, train=train)
+  # A scan over pairs keeps no slices of stacked parameters. Where experts lie makes no difference.
+  mesh = dataclasses.replace(alone.mesh, experts_in="device")
+  alone = dataclasses.replace(alone, train=train, mesh=mesh)
   graph, shapes = build_model(alone, None)
   objective = modality_of(run).make_objective(alone, graph)
   base = None

@@ -13,7 +13,7 @@ from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import DryRun, matched_baselines
 from scmoe.run.estimates import DEVICES, USABLE, device_table
 from scmoe.run.modality import modality_of
-from scmoe.run.nearest import changed_fields, on_as_many_devices, smallest_data
+from scmoe.run.nearest import all_shared, changed_fields, on_as_many_devices, smallest_data
 
 
 def report(result: DryRun, cluster: Cluster = HOSTS_OF_8) -> str:
@@ -91,8 +91,11 @@ def _memory_lines(result: DryRun) -> list[str]:
   names["frozen"] = "frozen parameters"
   computes = mesh.moments_update == "host"
   names["arriving"] = f"{'gradients' if computes else 'moments'} of layers under way"
+  if memory.experts:
+    names["arriving"] = "or in the update, layers under way"
+    names["experts"] = "experts under way, in the passes"
   for kind, size in dataclasses.asdict(memory).items():
-    if kind in ("gathered", "copies", "frozen", "arriving") and not size:
+    if kind in ("gathered", "copies", "frozen", "arriving", "experts") and not size:
       continue
     lines.append(f"  {names.get(kind, kind):36} {size_of(size):>12}")
   lines.append(f"  {'total':36} {size_of(memory.total):>12}")
@@ -138,9 +141,9 @@ def _sharing_lines(result: DryRun) -> list[str]:
   if not fits:
     return [
       *lines,
-      "  more ranks with mesh.shard_state=parameters make it fit on none of the others",
+      f"  more ranks with {all_shared(run.mesh)} make it fit on none of the others",
     ]
-  return [*lines, f"  with mesh.shard_state=parameters it fits on {', '.join(fits)}"]
+  return [*lines, f"  with {all_shared(run.mesh)} it fits on {', '.join(fits)}"]
 
 
 def _baseline_lines(result: DryRun) -> list[str]:

@@ -180,6 +180,12 @@ RULES = (
     "set mesh.moments_in=host",
   ),
   _Rule(
+    ("overlap.ahead",),
+    lambda run: run.mesh.experts_in == "host",
+    "with mesh.experts_in='host' no pair begins the dispatch of the next one",
+    "leave overlap.ahead out",
+  ),
+  _Rule(
     ("mesh.moments_folder",),
     lambda run: run.mesh.moments_in != "files",
     "mesh.moments_in={run.mesh.moments_in!r} writes no moments to files",
@@ -194,7 +200,7 @@ RULES = (
   _Rule(
     ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.expert_bias",
      "model.ffn.impl", "model.ffn.backend", "model.ffn.fp8", "model.top_k", "router.",
-     "dispatch.", "mesh.expert"),
+     "dispatch.", "mesh.expert", "mesh.experts_in"),
     _DENSE,
     "model.wiring='dense' has no routed experts",
     "set model.wiring, e.g. scmoe_pos2",

@@ -72,6 +72,8 @@ class StepNeeds:
       of the update if the host computes it; None if nothing is copied.
     computes: whether the host computes the update.
     filed: whether it keeps moments in files.
+    passes: bytes/s of that link -> seconds of copies that run beside the passes: those of experts
+      in the host's memory; None: there are none.
   """
 
   memory: float
@@ -82,6 +84,7 @@ class StepNeeds:
   copies: Callable[[float], float] | None = None
   computes: bool = False
   filed: bool = False
+  passes: Callable[[float], float] | None = None
 
 
 def fits(memory: float, device: Device) -> str:
@@ -128,7 +131,8 @@ def device_table(needs: StepNeeds, steps: int) -> list[str]:
   lines = [
     f"one step: computation at {MFU:.0%} of the bfloat16 peak, exchange at {LINK_SHARE:.0%} of the "
     "link's peak (assumptions);",
-    "last column: with none of the exchange hidden, to all of it",
+    f"last column: with none of the exchange{' and of the copies of experts' * bool(needs.passes)} "
+    "hidden, to all of it",
     *_host_words(needs),
     row("", "", "", "exchange", "exchange", ""),
     row("", f"{USABLE:.0%} of memory", "computation", "in a host", "cross-host", "tokens/s, run"),
@@ -137,11 +141,13 @@ def device_table(needs: StepNeeds, steps: int) -> list[str]:
     compute, inside, between = step_seconds(needs, device)
     copies = copy_seconds(needs, device)
     link = inside if needs.exchanging <= HOST_DEVICES else between
-    # The two are equal where nothing is exchanged.
-    ends = dict.fromkeys((compute + link + copies, max(compute, link) + copies))
+    beside = needs.passes(BUS_SHARE * device.bus) if needs.passes else 0.0
+    # The two are equal where nothing is exchanged or fetched.
+    ends = dict.fromkeys((compute + link + beside + copies, max(compute, link, beside) + copies))
     rates = " to ".join(number(needs.tokens / seconds) for seconds in ends)
     what = "copies and host's update" if needs.computes else "copies"
     told = f"; {what} {duration(copies)} a step" if copies else ""
+    told += f"; copies of experts {duration(beside)} beside the passes" if beside else ""
     spans = " to ".join(duration(seconds * steps) for seconds in ends)
     times = [duration(s) if s else "–" for s in (compute, inside, between)]
     lines.append(row(device.name, fits(needs.memory, device), *times, f"{rates}, {spans}{told}"))

@@ -27,11 +27,12 @@ import jax
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
-from scmoe.models.stacked import is_apart
+from scmoe.models.stacked import STACKS, is_apart
 from scmoe.offload.memory import HOST
 from scmoe.run.build import Built
 from scmoe.run.config import RunConfig
 from scmoe.run.estimates import DISK_RATE, HOST_DEVICES, HOST_RATE
+from scmoe.run.expert_copies import Passes, passes_of
 from scmoe.training import masters
 from scmoe.training.host_arrays import lies_on_host
 from scmoe.training.kept import cpu
@@ -53,6 +54,9 @@ class Away:
       (gradients, and what it stores of parameters and their average), and that come back; else ().
     together: devices of the host whose updates it computes, if it does.
     filed: whether the layers lie in a file.
+    drawn: bytes of each layer that the update fetches and does not store: the float32 gradients of
+      experts in the host's memory; () if experts lie on the device.
+    passes: what forward and backward passes fetch and store of such experts; None: nothing.
   """
 
   layers: tuple[int, ...]
@@ -62,6 +66,8 @@ class Away:
   arriving: tuple[int, ...] = ()
   together: int = 1
   filed: bool = False
+  drawn: tuple[int, ...] = ()
+  passes: Passes | None = None
 
   @property
   def total(self) -> int:
@@ -73,13 +79,13 @@ class Away:
 
   @property
   def in_memory(self) -> int:
-    """The most bytes of layers that the host's memory holds at a time.
+    """The most bytes of layers and of experts' gradients that the host's memory holds at a time.
 
     From a file those are the layer that is updated and `ahead` that are read, and two new ones: one
     that is computed, one that is written. With `ahead` 0 only one is new.
     """
     if not self.filed:
-      return self.total
+      return self.total + sum(self.drawn)
     return _window(self.layers, self.ahead + 1) + _window(self.layers, 1 + bool(self.ahead))
 
   @property
@@ -91,26 +97,31 @@ class Away:
   def on_device(self) -> int:
     """The most bytes that the device holds for layers under way.
 
-    Streamed, those are the moments of `ahead` + 1 layers. If the host computes the update, they are
+    Streamed, it is what the update fetches of `ahead` + 1 layers. If the host computes it, they are
     the gradients and parameters cut out of the stacks for `ahead` layers, or one, and one layer's
     new parameters.
     """
     if self.leaving:
       return _window(self.leaving, max(1, self.ahead)) + max(self.arriving)
-    return _window(self.layers, self.ahead + 1)
+    return _window(self._fetched, self.ahead + 1)
+
+  @property
+  def _fetched(self) -> tuple[int, ...]:
+    drawn = self.drawn or (0,) * len(self.layers)
+    return tuple(size + more for size, more in zip(self.layers, drawn))
 
   def seconds(self, rate: float) -> float:
-    """Seconds of a step's copies by this module's model, for a link of `rate` bytes/s each way.
+    """Seconds of the update's copies by this module's model, for a link of `rate` bytes/s each way.
 
     If the host computes the update, its computation is counted too.
     """
     return self._computed(rate) if self.leaving else self._streamed(rate)
 
   def _streamed(self, rate: float) -> float:
-    first = max(self.ahead, 1)
-    seconds = sum(self.layers[:first]) / rate
+    first, fetches = max(self.ahead, 1), self._fetched
+    seconds = sum(fetches[:first]) / rate
     for i, size in enumerate(self.layers):
-      fetched = self.layers[i + first] if i + first < len(self.layers) else 0
+      fetched = fetches[i + first] if i + first < len(fetches) else 0
       seconds += (max(size, fetched) if self.ahead else size + fetched) / rate
     return seconds
 
@@ -146,6 +157,7 @@ def away(
   computes: bool = False,
   together: int = 1,
   filed: bool = False,
+  microbatches: int = 1,
 ) -> Away | None:
   """Counts the bytes that a state keeps in the host's memory or in a file; None if none lie there.
 
@@ -154,6 +166,7 @@ def away(
     ahead: see `Away`.
     computes: whether the host computes the update.
     together, filed: see `Away`.
+    microbatches: of a step.
   """
   sizes, out, back = {("", 0): 0}, {}, {}
   entries = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state), is_leaf=is_apart)
@@ -167,7 +180,11 @@ def away(
     return None
   found = tuple(sizes[layer] for layer in layers)
   if not computes:
-    return Away(found, ahead, _saving(state))
+    passes = passes_of(state.params, microbatches)
+    drawn = () if passes is None else tuple(
+      passes.gradients[i] if stack == STACKS[0] else 0 for stack, i in layers
+    )  # fmt: skip
+    return Away(found, ahead, _saving(state), drawn=drawn, passes=passes)
   for layer in layers:
     out[layer], back[layer] = _passing(state, layer)
   passing = tuple(out.values()), tuple(back.values())
@@ -248,8 +265,9 @@ def check_host_memory(built: Built) -> None:
       f"mesh.moments_in={mesh.moments_in!r} needs memory of the kind {HOST}, a "
       f"{device.device_kind} of this jax has {', '.join(kinds)}; leave mesh.moments_in=device"
     )
-  if mesh.moments_update == "host":
-    cpu()
+  for field in ("moments_update", "experts_in"):
+    if getattr(mesh, field) == "host":
+      cpu(field)
   plan, free = planned_away(built.run, built.abstract_state()), host_memory()
   here = sum(one.process_index == jax.process_index() for one in built.mesh.devices.flat)
   if plan is None:
@@ -301,7 +319,8 @@ def planned_away(run: RunConfig, state: TrainState) -> Away | None:
   """
   mesh = run.mesh
   if mesh.moments_update == "device":
-    return away(state, mesh.moments_ahead)
+    microbatches = run.train.microbatches(run.data.seq_len)
+    return away(state, mesh.moments_ahead, microbatches=microbatches)
   # Data ranks that neither share nor partition have equal shards, which their host keeps and
   # updates once. If one array differs between them, it keeps all for each (`kept.Groups`).
   alike = mesh.shard_state == "none" and mesh.embedding_ranks == 1

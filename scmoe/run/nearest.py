@@ -50,7 +50,8 @@ def _arranged(mesh: MeshConfig) -> Iterator[MeshConfig]:
     if mesh.expert % times or data == 1:
       continue
     for mode in ("moments", "parameters"):
-      changed = dataclasses.replace(mesh, data=data, expert=mesh.expert // times, shard_state=mode)
+      changed = dataclasses.replace(mesh, data=data, expert=mesh.expert // times)
+      changed = dataclasses.replace(changed, shard_state=mode, experts_in="device")
       if changed != mesh:
         yield changed
 
@@ -60,6 +61,12 @@ def changed_fields(before: MeshConfig, after: MeshConfig) -> str:
   names = [field.name for field in dataclasses.fields(after)]
   changed = [name for name in names if getattr(before, name) != getattr(after, name)]
   return " ".join(f"mesh.{name}={getattr(after, name)}" for name in changed)
+
+
+def all_shared(mesh: MeshConfig) -> str:
+  """The fields with which data ranks share all state; experts then lie on the devices."""
+  shared = dataclasses.replace(mesh, shard_state="parameters", experts_in="device")
+  return changed_fields(dataclasses.replace(mesh, shard_state="none"), shared)
 
 
 def smallest_data(run: RunConfig, limits: Sequence[float]) -> list[tuple[int, int] | None]:
@@ -75,7 +82,7 @@ def smallest_data(run: RunConfig, limits: Sequence[float]) -> list[tuple[int, in
       ranks are too few.
   """
   first = max(run.mesh.data, 2)
-  mesh = dataclasses.replace(run.mesh, data=first, shard_state="parameters")
+  mesh = dataclasses.replace(run.mesh, data=first, shard_state="parameters", experts_in="device")
   if run.mesh.data == 1:  # nobody checked whether several ranks can partition this embedding
     mesh = dataclasses.replace(mesh, embedding="whole")
   rows = run.train.batch_size // run.mesh.batch_shards * mesh.batch_shards

@@ -54,6 +54,7 @@ class StepWork:
     totals: bytes of the float32 gradients.
     copies: bytes/s of the link to the host's memory, each way -> seconds of the step's copies; None
       if nothing is copied.
+    passes: the same of copies beside the passes: those of experts in the host's memory.
   """
 
   run: RunConfig
@@ -63,6 +64,7 @@ class StepWork:
   state: int
   totals: int
   copies: Callable[[float], float] | None = None
+  passes: Callable[[float], float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Prediction:
     tensor: sums over the tensor axis; all of them are waited for.
     embedding: what data ranks that partition the embedding send; all of it is waited for.
     update: the optimizer's memory traffic, the norm of the gradients, and sums over microbatches.
-    copies: moments from and to the host's memory; or gradients to the host, and its update.
+    copies: moments from and to the host's memory; or gradients to the host, and its update. And the
+      part of experts' copies that outlasts the passes.
   """
 
   computation: float
@@ -189,8 +192,14 @@ def predicted(work: StepWork, machine: Machine, links: Links, bus: float = 0.0) 
     tensor=links.ring(traffic.tensor, links.group(work.mesh, ("tensor",))),
     embedding=links.ring(traffic.embedding, links.group(work.mesh, (AXIS,))),
     update=_update(work, machine, count),
-    copies=work.copies(bus) if work.copies else 0.0,
+    copies=_copies(work, bus, count * passes),
   )
+
+
+def _copies(work: StepWork, bus: float, passes: float) -> float:
+  """Seconds of copies beside which nothing is computed; `passes` are seconds of computation."""
+  beside = work.passes(bus) if work.passes else 0.0
+  return max(beside - passes, 0.0) + (work.copies(bus) if work.copies else 0.0)
 
 
 def _dense_layers(run: RunConfig) -> int:

@@ -19,7 +19,8 @@ from scmoe.run.dry_run import dry_run
 from scmoe.run.dry_run_text import model_lines
 from scmoe.run.estimates import BUS_SHARE, DEVICES
 from scmoe.run.host_memory import check_host_memory, host_memory, planned_away
-from scmoe.run.nearest import changed_fields, on_as_many_devices, smallest_data
+from scmoe.run.nearest import all_shared, changed_fields, on_as_many_devices, smallest_data
+from scmoe.run.on_host import experts_refused
 from scmoe.run.sharing import bytes_per_device
 
 MANY_PASSES = 20  # passes over a text after which a small model has memorised it
@@ -82,9 +83,12 @@ def _host_lines(built: build.Built) -> list[str]:
   planned = [f"; {what} {duration(plan.seconds(rate))} a step by the plan" for rate in rates]
   filed = f"{size_of(plan.total)} in files and " * plan.filed
   when = "when it resumes" if plan.filed else "during a save"
+  passes = [] if plan.passes is None else [
+    f"; copies of experts {duration(plan.passes.seconds(rate))} beside the passes" for rate in rates
+  ]  # fmt: skip
   return [
     f"             {filed}{kept} in the host's memory for each device, {more} more {when}"
-    + "".join(planned[:1])
+    + "".join(planned[:1] + passes[:1])
   ]
 
 
@@ -206,11 +210,15 @@ def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
   ):  # a CPU has one memory
     host = dataclasses.replace(mesh, moments_in="host")
     found.append(("mesh.moments_in=host", dataclasses.replace(run, mesh=host)))
+    both = dataclasses.replace(host, experts_in="host")
+    changed = dataclasses.replace(run, mesh=both)
+    if run.model.wiring_rule.taps and not experts_refused(changed):
+      found.append(("mesh.moments_in=host mesh.experts_in=host", changed))
   if mesh.data > 1 and not run.lora.rank:
     modes = ("none", "moments", "parameters")
     for word in modes[modes.index(mesh.shard_state) + 1 :]:
-      shared = dataclasses.replace(mesh, shard_state=word)
-      found.append((f"mesh.shard_state={word}", dataclasses.replace(run, mesh=shared)))
+      shared = dataclasses.replace(mesh, shard_state=word, experts_in="device")
+      found.append((changed_fields(mesh, shared), dataclasses.replace(run, mesh=shared)))
   return found
 
 
@@ -232,7 +240,7 @@ def _nearest_mesh(run: RunConfig, limit: int | None) -> str:
     return ""
   devices = need[0] * run.mesh.size // run.mesh.data
   return (
-    f"mesh.shard_state=parameters mesh.data={need[0]} on {devices} devices would fit "
+    f"{all_shared(run.mesh)} mesh.data={need[0]} on {devices} devices would fit "
     f"({size_of(need[1])})"
   )
 

@@ -7,12 +7,13 @@ the full speed of its link. A stack's array [L, ...] is then stored as an `Apart
 stack, so that they load in every placement. `in_files` marks the arrays that lie in a file instead.
 
 Bytes a parameter, with float32 moments: the device keeps 4 instead of 12, or, where parameters are
-stored in halves, 2.
+stored in halves, 2. With `mesh.experts_in=host` it keeps nothing of an expert.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,9 +23,10 @@ from jax.sharding import NamedSharding
 
 from scmoe.models.stacked import Apart, is_apart, leading_dimensions
 from scmoe.offload.memory import HOST
+from scmoe.training import masters
 from scmoe.training.filed import InFile, Room, is_in_file
 from scmoe.training.host_arrays import is_made, lies_on_host, made_on_host, shard_of
-from scmoe.training.kept import Groups, filed, is_kept, whole_stack
+from scmoe.training.kept import Groups, cpu, filed, is_kept, whole_stack
 from scmoe.training.masters import Halves, is_halves
 from scmoe.training.pieced import is_pieced
 
@@ -32,7 +34,12 @@ PyTree = Any
 
 
 def laid_out(
-  params: PyTree, opt_state: PyTree, tx: optax.GradientTransformation, kept: int = 0
+  params: PyTree,
+  opt_state: PyTree,
+  tx: optax.GradientTransformation,
+  kept: int = 0,
+  *,
+  experts: bool = False,
 ) -> Any:
   """(parameters, optimizer's state) with moments and lower halves placed in the host's memory.
 
@@ -42,9 +49,14 @@ def laid_out(
     params, opt_state: `jax.ShapeDtypeStruct`s with NamedShardings, stacks whole.
     tx: the transformation to which the state belongs; says which of its arrays are moments.
     kept: see `scmoe.training.streamed_update.OnHost`.
+    experts: whether the parameters of all layers' experts are placed there, too.
   """
-  lower = lambda path, x: Halves(x.high, _away(path, x.low, kept)) if is_halves(x) else x
-  params = jax.tree_util.tree_map_with_path(lower, params, is_leaf=is_halves)
+
+  def place(path: Any, x: Any) -> Any:
+    read = lambda x: _away(path, x, 0) if experts and _is_of_experts(path, x) else x
+    return Halves(read(x.high), _away(path, x.low, kept)) if is_halves(x) else read(x)
+
+  params = jax.tree_util.tree_map_with_path(place, params, is_leaf=is_halves)
   absent = lambda leaf: isinstance(leaf, optax.MaskedNode)
   moment = optax.tree_map_params(
     tx,
@@ -53,8 +65,14 @@ def laid_out(
     transform_non_params=lambda _: False,
     is_leaf=absent,
   )
-  place = lambda path, x, goes: _away(path, x, kept) if goes else x
-  return params, jax.tree_util.tree_map_with_path(place, opt_state, moment)
+  lay = lambda path, x, goes: _away(path, x, kept) if goes else x
+  return params, jax.tree_util.tree_map_with_path(lay, opt_state, moment)
+
+
+def _is_of_experts(path: Any, x: Any) -> bool:
+  """Whether a parameter is a stack of matrices of experts, [L, E, ...]; their biases are small."""
+  names = [getattr(key, "key", None) for key in path]
+  return "experts" in names and leading_dimensions(path) == 1 and len(x.shape) > 3
 
 
 def in_files(tree: PyTree, folder: str) -> PyTree:
@@ -78,6 +96,30 @@ def _away(path: Any, x: Any, kept: int) -> Any:
   leave = max(1, count - kept)
   gone, stays = x.update(shape=shape, sharding=place), x.update(shape=shape)
   return Apart((gone,) * leave + (stays,) * (count - leave))
+
+
+def made_on_cpu(make: Callable[[], PyTree]) -> PyTree:
+  """The arrays that `make` makes by a program for jax's CPU, as numpy arrays."""
+  with jax.default_device(cpu("experts_in")):
+    return jax.device_get(jax.jit(make)())
+
+
+def taken_over(params: PyTree, like: PyTree) -> PyTree:
+  """Float32 parameters, placed and divided like those of a state.
+
+  Args:
+    params: arrays in any memory, or numpy arrays, stacks whole.
+    like: a state's parameters as `jax.ShapeDtypeStruct`s, from `laid_out`, or stacks whole.
+  """
+
+  def place(x: Any, wanted: Any) -> Any:
+    if is_made(x) or not lies_on_host(wanted):
+      return jax.device_put(x, wanted.sharding)
+    return made_on_host(x.shape, wanted.sharding, lambda index, _: x[index])
+
+  whole = masters.to_float32(joined(like))
+  found = divided(masters.like(jax.tree.map(place, params, whole), like), like)
+  return jax.device_put(found, jax.tree.map(lambda x: x.sharding, like))
 
 
 def joined(tree: PyTree) -> PyTree:

@@ -193,16 +193,19 @@ def kept(leaf: Any, like: Any, groups: Groups) -> Any:
   return Kept.taken(leaf, groups, like) if is_made(leaf) else Kept.zeros(leaf, groups)
 
 
-def cpu() -> Any:
+def cpu(field: str = "moments_update") -> Any:
   """jax's CPU.
+
+  Args:
+    field: of `mesh`, which needs it.
 
   Raises:
     ConfigError: JAX_PLATFORMS leaves it out.
   """
   if (device := host_device()) is None:
     raise ConfigError(
-      "mesh.moments_update='host' computes on jax's CPU, which JAX_PLATFORMS leaves out; add cpu "
-      "to it, or set mesh.moments_update=device"
+      f"mesh.{field}='host' computes on jax's CPU, which JAX_PLATFORMS leaves out; add cpu to it, "
+      f"or set mesh.{field}=device"
     )
   return device
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from scmoe.models.stacked import is_apart
 from scmoe.training.filed import is_in_file
 from scmoe.training.host_arrays import is_made, lies_on_host, made_on_host, shard_of
 from scmoe.training.pieced import Pieced, is_pieced
@@ -89,8 +90,23 @@ def readable(params: PyTree) -> PyTree:
 
 
 def like(params: PyTree, wanted: PyTree) -> PyTree:
-  """Float32 parameters, stored in `Halves` wherever `wanted` has `Halves`."""
-  return _changed(Halves.of, params, _where_halves(wanted))
+  """Float32 parameters, stored in `Halves` wherever `wanted` has `Halves`.
+
+  The halves of an array in the host's memory lie where `wanted` has them, stacks whole.
+  """
+  found, structure = jax.tree.flatten(
+    _changed(Halves.of, params, _where_halves(wanted)), is_leaf=is_halves
+  )
+  return structure.unflatten(map(_placed, found, _leaves(wanted)))
+
+
+def _placed(found: Any, wanted: Any) -> Any:
+  if not (is_halves(found) and lies_on_host(found.high)):
+    return found
+  high = wanted.high.parts[0] if is_apart(wanted.high) else wanted.high
+  if lies_on_host(high):
+    return found
+  return Halves(jax.device_put(found.high, jax.memory.Space.Device), found.low)
 
 
 def _changed(change: Callable[[Any], Any], params: PyTree, where: list[bool]) -> PyTree:
@@ -122,7 +138,11 @@ _jitted = jax.jit(_mapped, static_argnums=0)
 
 
 def _where_halves(params: PyTree) -> list[bool]:
-  return [is_halves(x) for x in jax.tree.leaves(params, is_leaf=is_halves)]
+  return [is_halves(x) for x in _leaves(params)]
+
+
+def _leaves(params: PyTree) -> list[Any]:
+  return jax.tree.leaves(params, is_leaf=lambda x: is_halves(x) or is_apart(x))
 
 
 def is_halves(x: Any) -> bool:
@@ -154,9 +174,8 @@ def _is_away(leaf: Any) -> bool:
 def _changed_on_host(leaf: Any) -> Any:
   """Joins `Halves` whose `low` is in the host's memory or a file, or halves a float32 array.
 
-  The float32 array is in the host's memory. Its `low` gets the same sharding there, and its `high`
-  is divided in the same way, on the devices. Joined `Halves` give an array with the sharding of
-  `low`, or a `Pieced` if `low` is in a file.
+  The float32 array is in the host's memory. Both its halves get the same sharding there. Joined
+  `Halves` give an array with the sharding of `low`, or a `Pieced` if `low` is in a file.
   """
   if is_halves(leaf) and is_pieced(leaf.low):
     return _pieced(leaf.high, leaf.low)
@@ -170,7 +189,7 @@ def _changed_on_host(leaf: Any) -> Any:
     )
   part = lambda upper: lambda index, device: _numpy_half(shard_of(leaf, device), upper)
   high, low = (made_on_host(leaf.shape, leaf.sharding, part(upper)) for upper in (True, False))
-  return Halves(jax.device_put(high, jax.memory.Space.Device), low)
+  return Halves(high, low)
 
 
 def _pieced(high: Array, low: Pieced) -> Pieced:

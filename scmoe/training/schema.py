@@ -110,6 +110,7 @@ _SINCE = {
     "moments_update": "device",
     "moments_ahead": 1,
     "moments_kept": 0,
+    "experts_in": "device",
   },
   "train": {
     "spike_sigma": 0.0,

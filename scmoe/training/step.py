@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.batch import Batch
+from scmoe.models.fetched import to_fetch
 from scmoe.models.gradient_sums import Losses, accumulate
 from scmoe.models.stacked import is_apart
 from scmoe.parallel.gradients import global_norm
@@ -27,7 +28,7 @@ from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, 
 from scmoe.training import masters, streamed_update
 from scmoe.training.filed import is_in_file
 from scmoe.training.host_arrays import to_device
-from scmoe.training.host_state import divided, in_files, joined, laid_out
+from scmoe.training.host_state import divided, in_files, joined, laid_out, made_on_cpu, taken_over
 from scmoe.training.host_update import (
   begun_in_files,
   begun_on_host,
@@ -227,7 +228,8 @@ def abstract_state(
   if cast is not None:
     params = masters.halves_of(params, jax.eval_shape(cast, params), divided_places)
   if optimizer.on_host is not None:
-    params, opt_state = laid_out(params, opt_state, optimizer.tx, optimizer.on_host.kept)
+    kept, experts = optimizer.on_host.kept, bool(optimizer.on_host.experts)
+    params, opt_state = laid_out(params, opt_state, optimizer.tx, kept, experts=experts)
     if optimizer.on_host.folder:
       params, opt_state = in_files((params, opt_state), optimizer.on_host.folder)
   return dataclasses.replace(state, params=params, opt_state=opt_state)
@@ -250,6 +252,13 @@ def init_state(
     the state, with `teacher` None.
   """
   abstract = dataclasses.replace(abstract, teacher=None)
+  if optimizer.on_host is not None and optimizer.on_host.experts:
+    # The devices make all but the parameters, for which they may have no room.
+    rest = dataclasses.replace(abstract, params=None)
+    fresh = lambda: dataclasses.replace(_fresh(init, optimizer, seed), params=None).like(rest)
+    state = jax.jit(fresh, out_shardings=shardings_of(rest))()
+    made = made_on_cpu(lambda: _fresh(init, optimizer, seed).params) if params is None else params
+    return dataclasses.replace(state, params=taken_over(made, abstract.params))
   if optimizer.on_host is not None and optimizer.on_host.computes and _in_layers(abstract):
     # The host makes the moments in ordinary memory or in files. Only lower halves pass through
     # pinned memory.
@@ -315,7 +324,9 @@ def make_train_step(
     leaving = make_local_step(objective, optimizer, specs, leave=True, **how)
     return make_host_step(leaving, optimizer, abstract, compiler_options)
   specs = jax.tree.map(lambda s: s.spec, shardings_of(abstract))
-  local_step = make_local_step(objective, optimizer, masters.readable(specs.params), **how)
+  one = lambda x: x.parts[0] if is_apart(x) else x  # layers of a stack have one spec
+  whole_specs = jax.tree.map(one, masters.readable(specs.params), is_leaf=is_apart)
+  local_step = make_local_step(objective, optimizer, whole_specs, **how)
   everywhere: NamedSharding = replicated(mesh)
   shardings = shardings_of(abstract)
   if optimizer.on_host is not None:
@@ -350,8 +361,8 @@ def make_local_step(
     objective, optimizer, gradient_dtype, flight: as of `make_train_step`.
     repeats: the caller runs the step again, by another program, if rows were left over
       (`Objective.left_over`): the step then changes no bit of the state, the counters included.
-    params_specs: PartitionSpecs like the parameters; not read if the optimizer has `shares`, which
-      hold specs of their own.
+    params_specs: PartitionSpecs like the parameters, stacks whole; not read if the optimizer has
+      `shares`, which hold specs of their own.
     leave: leave the update to the host: the state has None in place of what an update changes, and
       a fourth result is the `Left`.
   """
@@ -369,6 +380,8 @@ def make_local_step(
       params = own.cast(masters.readable(state.params))
     if shares is not None:
       params = shares.to_read(params)
+    if optimizer.on_host is not None and optimizer.on_host.experts:
+      params = to_fetch(params, optimizer.on_host.experts)
     factor = None if optimizer.scaling is None else state.scale["factor"]
     loss, grads, aux = accumulate(
       own, params, state.router, batch, rng, whole_specs, gradient_dtype, flight, factor, shares

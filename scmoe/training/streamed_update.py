@@ -31,6 +31,7 @@ from jax import Array
 from scmoe.models.stacked import STACKS, Apart, is_apart, leading_dimensions
 from scmoe.offload.memory import is_on_host
 from scmoe.parallel.barriers import barrier
+from scmoe.parallel.gradients import is_sent
 from scmoe.training.host_arrays import to_device
 from scmoe.training.masters import is_halves
 
@@ -60,12 +61,15 @@ class OnHost:
     computes: whether the host computes the update (`scmoe.training.host_update`), so that moments
       and lower halves never leave the host.
     folder: of the file in which these lie if the host computes the update; "": they lie in memory.
+    experts: type in which the model reads experts, if their parameters lie in the host's memory
+      too, for the pass and for the update (`scmoe.models.fetched`); "": they lie on the device.
   """
 
   ahead: int = 1
   kept: int = 0
   computes: bool = False
   folder: str = ""
+  experts: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,17 +117,19 @@ def updated_by_layer(
   Args:
     update: updates one layer. It sees the whole trees with `ABSENT` in place of other layers'
       arrays; arrays of a stack are [1, ...]. What it returns has `ABSENT` there too.
-    grads: this device's gradients, stacks whole.
+    grads: this device's gradients, stacks whole or `Sent`; those are fetched with the moments.
     state: `params`, `opt_state` and `average` in the manual region. Arrays in the host's memory,
       those in `Apart`s too, are fetched and stored; stacks in the device's memory are updated in
       place. Arrays of `opt_state` in the device's memory are counters: every layer sees them.
     how: how many layers are fetched ahead.
     norm: global norm of all gradients, float32 []; every fetch waits for it.
   """
-  layers = layers_of(grads)
+  sent = lambda grad: Apart(grad.parts) if is_sent(grad) else grad
+  grads = jax.tree.map(sent, grads, is_leaf=is_sent)
+  layers, given = layers_of(grads), _slots(grads)
   entries, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_apart)
   slots = [_Slot.of(path, leaf) for path, leaf in entries]
-  away = [[slot.away(layer) for slot in slots] for layer in layers]
+  away = [[slot.away(layer) for slot in (*slots, *given)] for layer in layers]
   first = max(how.ahead, 1)
   away[:first], norm = barrier((away[:first], norm))
   fetched = [to_device(each) for each in away[:first]]
@@ -131,7 +137,8 @@ def updated_by_layer(
   for i, layer in enumerate(layers):
     here = [slot.here(layer) if x is None else x for slot, x in zip(slots, fetched[i])]
     old = structure.unflatten(ABSENT if x is None else x for x in here)
-    changed = update(_cut(grads, layer), present(old), layer.index)
+    own = [slot.here(layer) if x is None else x for slot, x in zip(given, fetched[i][len(slots) :])]
+    changed = update(_filled(grads, own), present(old), layer.index)
     # Thanks to this barrier XLA compiles a layer's update to the same kernels as an update of whole
     # stacks.
     new = barrier(structure.flatten_up_to(completed(changed, old)))
@@ -171,14 +178,15 @@ def _is_absent(x: Any) -> bool:
   return isinstance(x, optax.MaskedNode)
 
 
-def _cut(tree: PyTree, layer: Layer) -> PyTree:
+def _slots(grads: PyTree) -> list[_Slot]:
+  entries = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_apart)
+  return [_Slot(stack_of(path), leaf, on_host=is_apart(leaf)) for path, leaf in entries]
+
+
+def _filled(like: PyTree, own: list[Any]) -> PyTree:
   """The arrays of one layer, [1, ...] if they are stacked, and `ABSENT` in place of all others."""
-
-  def cut(path: Any, x: Array) -> Any:
-    own = _Slot(stack_of(path), x).here(layer)
-    return ABSENT if own is None else own
-
-  return jax.tree_util.tree_map_with_path(cut, tree)
+  structure = jax.tree.structure(like, is_leaf=is_apart)
+  return structure.unflatten(ABSENT if x is None else x for x in own)
 
 
 @dataclasses.dataclass

@@ -24,12 +24,12 @@ def gradients(weights, x, one_ahead):
 
   def loss(shares, totals, x):
     copies = [[[Share(share, -2, Gathering())]] for share in shares]
-    run = OneAhead(body, PAIRS) if one_ahead else None
+    run = OneAhead(body, totals) if one_ahead else None
     for own, total in zip(copies, totals):
       if run is None:
         x, _ = body(x, ((ready(own, total), None), None, None))
       else:
-        x, _ = run(x, (own, total), None)
+        x, _ = run(x, own, None)
     return jnp.sum(x**2)
 
   _, found, x_bar = jax.grad(loss, (0, 1, 2))(weights, totals, x)

@@ -137,17 +137,16 @@ def runs(args: argparse.Namespace) -> dict[str, Any]:
   """The resolved run of each arm; the rows of a step are the same in all of them."""
   batch = args.batch_size
   wanted = planned(args, ELASTIC, batch).plan().rows_T
-  more = next(
-    (n for n in range(1, 33) if planned(args, EQUAL, n * batch).plan().rows_T == wanted), None
-  )
+  sizes = range(batch, 8 * batch + 1, args.devices)
+  more = next((n for n in sizes if planned(args, EQUAL, n).plan().rows_T == wanted), None)
   if more is None:
     raise SystemExit(
-      f"equal shares of no multiple of {batch} rows train {wanted} rows: choose --loads and "
+      f"equal shares of {batch} to {8 * batch} rows never train {wanted} rows: choose --loads and "
       "--batch_size so that loads divide the places"
     )
   return {
     ELASTIC: planned(args, ELASTIC, batch),
-    EQUAL: planned(args, EQUAL, more * batch),
+    EQUAL: planned(args, EQUAL, more),
   }
 
 

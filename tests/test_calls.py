@@ -197,6 +197,7 @@ def transported(**given):
     (lambda: generate(gpt(), [[1]], max_new_tokens=1, eos_id=np.asarray(2)), "eos_id=array(2) is"),
     (lambda: Search(StepVariants(len), (Variant(),), rounds=0), "rounds=0 is too small; the least"),
     (lambda: Variant(chunks="2"), "chunks='2' is of type str, not int"),
+    (lambda: Variant(capacity_factor="2"), "capacity_factor='2' must be a number"),
   ],
 )  # fmt: skip
 def test_a_wrong_argument_is_one_line(make, words):

@@ -140,7 +140,7 @@ def stream(
     check_type("mesh", mesh, Mesh)
   mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
   asked, parts = len(prompts), mesh.size // mesh.shape["tensor"]
-  prompts = prompts + [prompts[-1]] * (-asked % parts)
+  prompts = [*prompts, *[prompts[-1]] * (-asked % parts)]
   lengths_B = np.array([len(p) for p in prompts], np.int32)
   # XLA compiles a program for each length of the padded batch, so only multiples of 16 are used.
   padded = _round_up(int(lengths_B.max()), 16)

@@ -214,10 +214,7 @@ class OnDevice:
     del kept
     if not self.recompute:
       return ExpertsOnDevice(experts)
-    # The checkpoint keeps its inputs, the rows and their layout, and the results of all-gathers, so
-    # that the backward pass gathers nothing again.
-    apply = jax.checkpoint(lambda rows, layout: experts(rows, layout), policy=_keeps_gathered)
-    return ExpertsOnDevice(apply)
+    return ExpertsOnDevice(RecomputedExperts(experts))
 
   def of_pairs(self, params: Sequence[Any], *, prompts: bool) -> LayerParams:
     """The parameters of the pairs, which need no copy; see `ExpertSource.of_pairs`."""
@@ -271,6 +268,28 @@ class ParamsOnDevice:
     """Returns `after`, since no copy has to begin; see `LayerParams.advance`."""
     del pair
     return after
+
+
+class RecomputedExperts(nnx.Module):
+  """Experts whose activations the backward pass computes again (`train.remat=moe`).
+
+  It is a module because `Dropless` differentiates its loop of overflow rounds with a rule of its
+  own: the loop takes the experts' parameters from a module, and a function would hide them.
+
+  Args:
+    experts: the experts, whose parameters this module has too.
+  """
+
+  def __init__(self, experts: Experts):
+    self.experts = experts
+
+  def __call__(self, rows_RD: Array, layout: RowLayout) -> Array:
+    """The experts' outputs; the rows, their layout and all-gathered weights stay in memory.
+
+    So the backward pass gathers nothing again.
+    """
+    apply = lambda rows_RD, layout: self.experts(rows_RD, layout)
+    return jax.checkpoint(apply, policy=_keeps_gathered)(rows_RD, layout)
 
 
 def _keeps_gathered(primitive: Any, *_: Any, **__: Any) -> bool:

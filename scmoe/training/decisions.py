@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from scmoe.base.errors import ConfigError
 from scmoe.base.output import warn
 from scmoe.base.stored import Maybe, StoredError, check_shape, read_json, write_json
 from scmoe.training.distributed import from_all_processes, is_first
@@ -37,16 +38,16 @@ def stored_variant(fields: dict[str, Any], where: str) -> Variant:
   """Makes the variant of the fields that a file stores; refuses fields that no search chooses.
 
   Raises:
-    StoredError: the file has fields that a search does not choose, or fields of other types.
-    ConfigError: a number is below 0.
+    StoredError: the file has fields that a search does not choose, fields of other types, or a
+      number below 0.
   """
   try:
     check_shape(fields, _CHOSEN, "the variant")
     if unknown := sorted(set(fields) - set(_CHOSEN)):
       raise ValueError(f"{unknown[0]!r} is not chosen by a search")
-  except ValueError as error:
+    return Variant(**fields)
+  except (ValueError, ConfigError) as error:
     raise StoredError(f"{where} cannot be used: {error}") from None
-  return Variant(**fields)
 
 
 @dataclasses.dataclass(frozen=True)

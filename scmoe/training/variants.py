@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError
 from scmoe.base.options import check_type, check_whole
 from scmoe.training.guided import GuidedStep
 from scmoe.training.options import tuned_values
@@ -35,8 +36,7 @@ class Variant:
     capacity_factor: `dispatch.capacity_factor` (Tutel capacity_factor); 0 drops nothing.
 
   Raises:
-    ConfigError: a value other than `capacity_factor` is of another type, or is a whole number below
-      0.
+    ConfigError: a value is of another type, or is a whole number below 0 where one is asked for.
   """
 
   transport: str | None = None
@@ -57,6 +57,9 @@ class Variant:
     for name in ("adaptive_r", "chunks", "top_k"):
       if (value := getattr(self, name)) is not None:
         check_whole(name, value, 0)
+    factor = self.capacity_factor
+    if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float))):
+      raise ConfigError(f"capacity_factor={factor!r} must be a number, e.g. 1.25; 0 drops nothing")
 
   @property
   def given(self) -> dict[str, Any]:

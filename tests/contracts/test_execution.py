@@ -109,6 +109,29 @@ def test_what_is_recomputed_changes_no_gradient(remat):
   assert_same_run(executed("scmoe_pos2", remat=remat), executed("scmoe_pos2"))
 
 
+@pytest.mark.parametrize(
+  "dispatch",
+  [
+    DispatchConfig(transport="dropless", slack=1.0),
+    night(DispatchConfig(transport="packed", slack=1.0)),
+    night(DispatchConfig(transport="dropless", slack=1.0, overflow="repeat")),
+  ],
+  ids=["dropless", "packed", "repeat"],
+)
+def test_experts_are_recomputed_in_overflow_rounds_too(dispatch):
+  """On two devices: the loop of overflow rounds finds the parameters of recomputed experts."""
+  mesh = make_mesh(MeshConfig(expert=2), jax.devices()[:2])
+  graph, params = harness.parts(harness.tiny(wiring="topk", top_k=2), dispatch=dispatch)
+
+  def run(remat):
+    step = jax.jit(harness.on_mesh(mesh, graph, params, remat=remat))
+    given = harness.sharded(params, mesh), harness.tokens(), harness.cotangent()
+    (value, aux), grads = step(*given)
+    return harness.Run(float(value), jax.tree.map(np.asarray, aux), harness.named(grads))
+
+  assert_same_run(run("moe"), run("none"))
+
+
 @pytest.mark.parametrize("transport", ["capacity", "dropless"])
 def test_experts_are_recomputed_where_that_is_asked_for(transport):
   """`train.remat=moe` keeps nothing of the experts' hidden width but their weights."""

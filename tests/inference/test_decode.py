@@ -201,7 +201,7 @@ def test_a_stream_is_the_whole_in_pieces(chunk, unroll):
 
 def test_a_stream_ends_with_its_last_row():
   draws = {"max_new_tokens": 40, "seed": 1}
-  (text,) = generate(make_model(), [[1]], **draws)
+  (text,) = generate(make_model(), ((1,),), **draws)  # prompts may be tuples
   pieces = list(stream(make_model(), [[1]], chunk=2, eos_id=text[2], **draws))
   assert len(pieces) <= 3
 

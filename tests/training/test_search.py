@@ -294,6 +294,8 @@ def test_the_decision_says_what_it_rests_on_and_is_found_again(tmp_path):
   assert dataclasses.replace(kept, config=wider).known() is None, "another program"
   kept.file.write_text(json.dumps({**stored, "chosen": {"gone": 1}}))
   assert kept.known() is None, "of another version"
+  kept.file.write_text(json.dumps({**stored, "chosen": {"adaptive_r": -1}}))
+  assert kept.known() is None, "a number that no search writes"
   kept.file.write_text(json.dumps(stored)[:50])
   assert kept.known() is None, "half a file is none"
 

@@ -129,7 +129,7 @@ def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeigh
     raise ValueError(
       "impl='batched' needs padded experts, got rows with group sizes: use 'grouped'"
     )
-  products = resolve_backend(config.backend, dtype, *weights.up_GDF.shape[1:])
+  products = resolve_backend(config.backend, dtype, *weights.widths)
   if config.impl == "block_sparse":
     raise ValueError("impl='block_sparse' is another function, block_sparse_ffn: use 'auto'")
   batched = config.impl == "batched"

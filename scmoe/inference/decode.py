@@ -160,7 +160,7 @@ def stream(
   given = params, router, lengths_B, key
   token_B, caches = first(*given, tokens_BS)
   if usage is not None and "experts" in caches:
-    usage.begin(caches["experts"])
+    usage.begin(caches["experts"], offload.policy)
   if max_new_tokens > 1:
     given = taken_apart(static, params), *given[1:]
   new_BS, made, ended = token_B[:, None], 0, [False] * asked

@@ -113,7 +113,8 @@ class TokenAttention(Attention):
   def into_heads(self, x_BSD: Array) -> list[Array]:
     """The products of the token with the query, key and value matrices, before biases are added.
 
-    One kernel computes all three if it supports the sizes, else XLA; see `Attention.into_heads`.
+    One kernel computes all three if it supports the sizes and the type and runs on this device,
+    else XLA; see `Attention.into_heads`.
     """
     weights = [w[...].astype(x_BSD.dtype) for w in (self.query, self.key, self.value)]
     found = products(x_BSD, [w.reshape(w.shape[0], -1) for w in weights])
@@ -124,7 +125,8 @@ class TokenAttention(Attention):
   def out_of_heads(self, y_BSHN: Array) -> Array:
     """The product of all heads' outputs with the output matrix, before a bias is added: [1, 1, D].
 
-    A one-row kernel computes it if it supports the sizes, else XLA; see `Attention.out_of_heads`.
+    A one-row kernel computes it if it supports the sizes and the type and runs on this device, else
+    XLA; see `Attention.out_of_heads`.
     """
     found = self._out_product(y_BSHN.reshape(*y_BSHN.shape[:2], -1))
     return super().out_of_heads(y_BSHN) if found is None else found

@@ -23,12 +23,12 @@ from jaxtyping import Bool, Int
 from scmoe.moe.types import Routing
 from scmoe.offload.memory import empty_places, multiplied_out
 from scmoe.parallel.collectives import total
-from scmoe.parallel.mesh import own_share, parameter_specs
+from scmoe.parallel.mesh import SEQUENCE_AXES, own_share, parameter_specs
 
 POLICIES = ("lfu", "lru")
 # Every device along these axes has caches of its own: along `expert` devices hold different
-# experts, along `data` copies of the same ones.
-HOLDERS = ("data", "expert")
+# experts, along the others copies of the same ones for different rows.
+HOLDERS = ("data", "expert", *SEQUENCE_AXES)
 
 
 class CachePolicy(NamedTuple):

@@ -116,7 +116,7 @@ class _Arm:
     if not self.offload.cache_size:
       return
     first_B, caches = self.state
-    self.usage.begin(caches["experts"])
+    self.usage.begin(caches["experts"], self.offload.policy)
     given = self.apart, self.router, self.lengths_B, jax.random.key(0)
     _, _, caches, asked = self.decode(*given, np.int32(1), first_B, caches)
     self.usage.add(asked, caches["experts"])

@@ -110,6 +110,19 @@ def test_the_same_tokens_on_a_mesh(config):
     assert found == expected
 
 
+def test_devices_with_rows_of_their_own_count_their_requests():
+  """Two rows on two devices, along the data axis and along that of sequences."""
+
+  def counted(config):
+    model, mesh = on_host(config)
+    usage, offload = Usage(), Offload.named("blocking", "blocking", 4)
+    options = {"max_new_tokens": 3, "mesh": mesh, "offload": offload, "usage": usage}
+    generate(model, [[1, 2, 3], [7, 8]], GREEDY, **options)
+    return usage.requests, usage.misses, usage.held[0].shape, usage.traces[0][0].shape
+
+  assert counted(MeshConfig(data=2)) == counted(MeshConfig(data=1, sequence=2))
+
+
 @pytest.mark.parametrize("way", ["ring", "early"])
 def test_a_layer_is_let_go_before_its_experts_are_needed_for_a_cache(way):
   """The next pair waits for the places to be filled, or all layers' experts stay until the end."""

@@ -127,6 +127,14 @@ def test_a_cache_does_what_its_policy_says(experts, policy, size, k):
     assert missed[-1] == trace[0].any(0).sum(), "nothing is ever replaced"
 
 
+def test_what_lru_held_before_the_trace_is_older_than_its_requests():
+  """Experts 0 and 1 are held since calls 10 and 9; then 2, 3 and 2 are requested."""
+  trace = np.zeros((1, 3, 4), bool)
+  trace[0, range(3), (2, 3, 2)] = True
+  worth = np.array([[10.0, 9.0, 0.0, 0.0]])
+  assert expert_trace.hits(trace, 2, "lru", held_LC=np.array([[0, 1]]), worth_LE=worth) == 1
+
+
 def test_a_call_that_can_request_more_than_the_cache_holds_does_not_use_it(experts):
   cache = empty_cache(nnx.split(experts)[1], 3)
   request = request_experts(experts, routed([[0, 1], [2, 3]]), cache=cache)

@@ -24,7 +24,7 @@ from scmoe.base.options import check_type
 from scmoe.inference.offload import trace as expert_trace
 from scmoe.models.gpt import GPT
 from scmoe.models.stacked import Apart, each_layer
-from scmoe.offload.cache import ExpertCache, cache_specs, empty_cache
+from scmoe.offload.cache import CachePolicy, ExpertCache, cache_specs, empty_cache
 from scmoe.offload.experts import MODES, Migration
 from scmoe.offload.memory import HOST, Int8, is_on_disk, quantised
 from scmoe.parallel.mesh import parameter_specs
@@ -63,6 +63,11 @@ class Offload:
         f"offload={','.join(ways)}: prefill and decode need the experts in the same memory; use "
         "none for both, or for neither"
       )
+
+  @property
+  def policy(self) -> CachePolicy:
+    """The policy of the caches of decode."""
+    return CachePolicy() if self.decode is None else self.decode.cache_policy
 
   @staticmethod
   def named(prefill: str, decode: str, cache_size: int = 0, **options: Any) -> Offload:
@@ -131,12 +136,14 @@ class Usage:
   """A record of decoding's requests to the caches of experts.
 
   The shapes below are those on one device. On several, the last dimension of `held` has the C
-  places of every device that holds experts (`scmoe.offload.cache.HOLDERS`), one after the other;
-  that of `worth` and `traces` has E columns for each position on the data axis.
+  places of every position on the axes `scmoe.offload.cache.HOLDERS`, one after the other; that of
+  `worth` and `traces` has E columns for each position on the data and sequence axes. Devices that
+  differ on the tensor axis alone request the same experts, and count once.
 
   Attributes:
+    policy: the policy of the caches.
     requests, misses: numbers of requested experts, and of those that had to be copied, summed over
-      devices, pairs, their calls and generations.
+      positions on `HOLDERS`, pairs, their calls and generations.
     held: for each generation, int32 [pairs, C], the expert in each of C places before decode; -1
       for an empty place.
     worth: for each generation, float32 [pairs, E], the score by which the policy keeps experts,
@@ -145,6 +152,7 @@ class Usage:
       [pairs, calls, E], the experts that each call of a layer requested.
   """
 
+  policy: CachePolicy = CachePolicy()
   requests: int = 0
   misses: int = 0
   held: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -152,13 +160,14 @@ class Usage:
   traces: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
   _seen: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.int64))
 
-  def begin(self, caches: Sequence[ExpertCache]) -> None:
+  def begin(self, caches: Sequence[ExpertCache], policy: CachePolicy) -> None:
     """Begins the record of a generation.
 
     Args:
       caches: the caches of all pairs after prefill; the requests counted so far are left out.
+      policy: the policy of the caches, which is the same for all generations.
     """
-    self._seen = _counted(caches)
+    self.policy, self._seen = policy, _counted(caches)
     self.held.append(np.stack([np.asarray(own.expert_C) for own in caches]))
     self.worth.append(np.stack([np.asarray(own.worth_e) for own in caches]))
     self.traces.append([])
@@ -184,7 +193,8 @@ class Usage:
   def hit_rate_of(self, policy: str) -> float:
     """The hit rate that a policy would have had on the recorded requests, in caches as large.
 
-    It is 1 without requests. Only for records of a single device.
+    It is 1 without requests. Only for records of a single device. The caches' own policy begins
+    with the worths that they had; any other begins with a worth of 0 for every expert.
 
     Args:
       policy: see `scmoe.inference.offload.trace.hits`.
@@ -193,7 +203,9 @@ class Usage:
     for held_LC, worth_LE, programs in zip(self.held, self.worth, self.traces):
       if programs:
         trace, size = np.concatenate(programs, 1), held_LC.shape[1]
-        found += expert_trace.hits(trace, size, policy, held_LC=held_LC, worth_LE=worth_LE)
+        worth = worth_LE if policy == self.policy.name else None
+        before = {"held_LC": held_LC, "worth_LE": worth, "decay": self.policy.decay}
+        found += expert_trace.hits(trace, size, policy, **before)
     return found / self.requests if self.requests else 1.0
 
 

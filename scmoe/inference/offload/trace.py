@@ -35,7 +35,8 @@ def hits(
     decay: see `CachePolicy`; only for lfu.
     held_LC: the expert in each place of the cache before the first step, -1 for none; None: all
       places are empty.
-    worth_LE: every expert's worth (see `CachePolicy`) before the first step; None: 0.
+    worth_LE: every expert's worth by this policy (`CachePolicy`) before the first step; None: 0.
+      belady does not read it; for lru only its order counts.
 
   Raises:
     ValueError: the policy is unknown, or a layer requests more than C experts in a step.
@@ -60,6 +61,8 @@ def _hits_of_layer(
   # For each expert in the cache, its place there.
   held = {int(e): place for place, e in enumerate(held_C) if e >= 0}
   free = [place for place, e in enumerate(held_C) if e < 0]
+  if policy == "lru":  # a request of any step is newer than those before the first step
+    worth_E = worth_E - worth_E.max()
   found = 0
   for step, needed_E in enumerate(needed_SE):
     wanted = np.flatnonzero(needed_E).tolist()

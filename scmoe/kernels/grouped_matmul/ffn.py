@@ -280,7 +280,7 @@ def _row_weights(weight_MK, tiles: TiledRows, dtype) -> jax.Array:
 def check_ffn(rows_MD: jax.Array, weights: FFNWeights, layout: RowLayout, activation: str) -> None:
   """Raises ValueError unless shapes agree and the gate fits the activation.
 
-  A gated activation must have gate weights, and no other may.
+  A gated activation must have gate weights; no other may have any, or a gate's bias.
   """
   kind = get_activation(activation)
   if weights.up_GDF.ndim != 3:
@@ -293,6 +293,8 @@ def check_ffn(rows_MD: jax.Array, weights: FFNWeights, layout: RowLayout, activa
       f"activation {activation!r} is {'gated' if kind.gated else 'not gated'} but the FFN {has}"
       f" gate weights: {'pass gate_GDF' if kind.gated else 'pass gate_GDF=None'}"
     )
+  if not kind.gated and weights.gate_bias_GF is not None:
+    raise ValueError(f"activation {activation!r} is not gated: pass gate_bias_GF=None")
   expected = {
     "gate_GDF": (groups, width, hidden),
     "down_GFD": (groups, hidden, out_width),

@@ -204,6 +204,9 @@ def test_errors_name_both_sides():
   for rows, w, given, message in cases:
     with pytest.raises(ValueError, match=message):
       expert_ffn(rows, w, given)
+  plain = dataclasses.replace(weights_of("gelu"), gate_bias_GF=normal(0, G, F))
+  with pytest.raises(ValueError, match="'gelu' is not gated: pass gate_bias_GF=None"):
+    expert_ffn(x, plain, layout, FFNConfig("gelu"))
   with pytest.raises(ConfigError, match=r"FFNConfig\.impl='sparse' is unknown; .*batched"):
     expert_ffn(x, weights, layout, FFNConfig(impl="sparse"))
 

@@ -25,16 +25,6 @@ VOCAB, LENGTH, BATCH = 11, 6, 2
 BALANCE, Z = 0.3, 0.1  # coefficients large enough for their gradients to be seen
 
 
-def eager(function: Any) -> Any:
-  """Operation by operation: their small programs are shared by all cases of a process."""
-
-  def call(*args):
-    with jax.disable_jit():
-      return function(*args)
-
-  return call
-
-
 def tiny(**fields: Any) -> ModelConfig:
   """A resolved float32 model: D=16, F=24, E=4, two heads."""
   defaults = {
@@ -124,10 +114,10 @@ class Run:
   gradients: dict[str, np.ndarray]
 
 
-def run(graph: Any, params: Any, seed: int = 0, jit: Any = jax.jit, **given: Any) -> Run:
+def run(graph: Any, params: Any, seed: int = 0, **given: Any) -> Run:
   """Values and gradients of a model in one compiled function."""
   function = scalar(graph, tokens(seed), cotangent(seed), **given)
-  (value, aux), gradients = jit(jax.value_and_grad(function, has_aux=True))(params)
+  (value, aux), gradients = jax.jit(jax.value_and_grad(function, has_aux=True))(params)
   return Run(float(value), jax.tree.map(np.asarray, aux), named(gradients))
 
 

@@ -41,6 +41,11 @@ def inputs(batch=2, length=5, width=16):
   return jax.random.normal(jax.random.key(2), (batch, length, width))
 
 
+def output(pair):
+  """The output of a pair for `inputs`, by one program."""
+  return jax.jit(lambda h: pair(h).h_BSD)(inputs())
+
+
 def attention(block, h_BSD):
   positions_BS = jnp.broadcast_to(jnp.arange(h_BSD.shape[1]), h_BSD.shape[:2])
   projected = block.attention.project(block.norm_attention(h_BSD), positions_BS)
@@ -54,28 +59,37 @@ def attention(block, h_BSD):
 def test_pos2_is_the_papers_equation(shortcut_norm):
   """The experts read between attention and MLP of the first block (paper Eq. 7-9)."""
   pair = make_pair("scmoe_pos2", shortcut_norm=shortcut_norm, mix="direct")
-  (unit,), h = pair.units, inputs()
+  (unit,) = pair.units
   first, second = unit.blocks
-  h = h + attention(first, h)
-  read = (first.norm_mlp if shortcut_norm == "shared" else unit.own_norm)(h)
-  h = h + first.mlp(first.norm_mlp(h))
-  h = h + attention(second, h)
-  shared = second.mlp(second.norm_mlp(h))
-  routed, _ = pair.moe(read, MoECall(mask=jnp.ones(h.shape[:2], bool)))
-  added = shared + routed
-  want = h + (unit.post_norm(added) if shortcut_norm == "megatron" else added)
-  np.testing.assert_allclose(pair(inputs()).h_BSD, want, rtol=1e-5, atol=1e-5)
+
+  @jax.jit
+  def equation(h):
+    h = h + attention(first, h)
+    read = (first.norm_mlp if shortcut_norm == "shared" else unit.own_norm)(h)
+    h = h + first.mlp(first.norm_mlp(h))
+    h = h + attention(second, h)
+    shared = second.mlp(second.norm_mlp(h))
+    routed, _ = pair.moe(read, MoECall(mask=jnp.ones(h.shape[:2], bool)))
+    added = shared + routed
+    return h + (unit.post_norm(added) if shortcut_norm == "megatron" else added)
+
+  want = equation(inputs())
+  np.testing.assert_allclose(output(pair), want, rtol=1e-5, atol=1e-5)
 
 
 def test_top2_reads_where_it_adds():
   pair = make_pair("top2", top_k=2)
-  (unit,), h = pair.units, inputs()
+  (unit,) = pair.units
   first, second = unit.blocks
-  h = h + attention(first, h)
-  h = h + first.mlp(first.norm_mlp(h))
-  h = h + attention(second, h)
-  want = h + pair.moe(second.norm_mlp(h))[0]
-  np.testing.assert_allclose(pair(inputs()).h_BSD, want, rtol=1e-5, atol=1e-5)
+
+  @jax.jit
+  def equation(h):
+    h = h + attention(first, h)
+    h = h + first.mlp(first.norm_mlp(h))
+    h = h + attention(second, h)
+    return h + pair.moe(second.norm_mlp(h))[0]
+
+  np.testing.assert_allclose(output(pair), equation(inputs()), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,9 @@ def test_windowed_attention_and_its_gradient_are_the_oracles(shifted):
   def run(params, x):
     return (nnx.merge(graph, params)(x, positions) * weight).sum(), None
 
-  with jax.disable_jit():
-    got = nnx.merge(graph, params)(jnp.asarray(x, jnp.float32), positions)
+  got = jax.jit(nnx.merge(graph, params))(jnp.asarray(x, jnp.float32), positions)
   np.testing.assert_allclose(got, oracle(x, plain), atol=2e-6)
-  slope = jax.grad(run, (0, 1), has_aux=True)(params, jnp.asarray(x, jnp.float32))[0]
+  slope = jax.jit(jax.grad(run, (0, 1), has_aux=True))(params, jnp.asarray(x, jnp.float32))[0]
   slopes = {names[k]: v for k, v in nnx.to_pure_dict(slope[0]).items()}
   step = {k: numbers.normal(size=v.shape) for k, v in plain.items()}
   step_x, h = numbers.normal(size=x.shape), 1e-5
@@ -146,8 +145,8 @@ def test_a_vit_and_its_gradient_are_the_oracles():
     return model.logits(model(jnp.asarray(images, jnp.float32)).h_BSD)
 
   plain = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(params))
-  np.testing.assert_allclose(logits(params), vit(images, plain, 2), atol=1e-5)
-  slopes = nnx.to_pure_dict(jax.grad(lambda p: (logits(p) * weight).sum())(params))
+  np.testing.assert_allclose(jax.jit(logits)(params), vit(images, plain, 2), atol=1e-5)
+  slopes = nnx.to_pure_dict(jax.jit(jax.grad(lambda p: (logits(p) * weight).sum()))(params))
   step = jax.tree.map(lambda a: numbers.normal(size=a.shape), plain)
   moved = lambda t: jax.tree.map(lambda a, d: a + t * d, plain, step)
   at = lambda t: (vit(images, moved(t), 2) * weight).sum()
@@ -249,8 +248,8 @@ def test_what_changes_an_image_is_its_own_seed_epoch_and_index():
   batch = images_of((6,))
   order = np.array([3, 0, 5, 1, 4, 2])
   turned = jax.tree.map(lambda x: x[order], batch)
-  change = lambda batch, seed: np.asarray(augmented(batch, MIXED, seed))
-  np.testing.assert_array_equal(change(batch, 1)[order], change(turned, 1))
+  change = jax.jit(lambda batch, seed: augmented(batch, MIXED, seed))
+  np.testing.assert_array_equal(np.asarray(change(batch, 1))[order], change(turned, 1))
   assert not np.array_equal(change(batch, 1), change(batch, 2))
   later = dataclasses.replace(batch, draws=batch.draws + np.array([1, 0], np.uint32))
   assert not np.array_equal(change(batch, 1), change(later, 1))

@@ -138,8 +138,13 @@ def test_experts_of_ones_own_on_every_transport_and_mesh(dispatch, mesh_of):
     return (routing.weight_TK[:, :, None] * picked).sum(1).reshape(x.shape)
 
   c = np.cos(np.arange(x.size)).reshape(x.shape)
-  want, pull = jax.vjp(dense, params, jnp.asarray(x))
-  want_bars = pull(jnp.asarray(c, jnp.float32))
+
+  @jax.jit
+  def with_bars(params, x):
+    y, pull = jax.vjp(dense, params, x)
+    return y, pull(jnp.asarray(c, jnp.float32))
+
+  want, want_bars = with_bars(params, x)
   for mesh in (None, mesh_of(2, 2)):
     y, _, bars = gradients_of(graph, mesh)(params, x)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -170,6 +175,11 @@ def test_tokens_of_another_width_are_refused():
     moe(jnp.zeros((1, 2, 5)))
 
 
+def output(moe, x, call=MoECall()):
+  """The layer's rows, by one program."""
+  return jax.jit(lambda x: moe(x, call)[0])(x)
+
+
 class Wrapped:
   """A transport of one's own that contains the capacity transport."""
 
@@ -185,7 +195,7 @@ def test_batched_experts_take_the_buffers_of_a_transport_of_ones_own():
   for impl in ("batched", "grouped"):
     dispatch = DispatchConfig(transport=f"{__name__}:Wrapped")
     config = MoEConfig(D, F, E, 2, init_std=1.0, out_std=1.0, impl=impl, dispatch=dispatch)
-    outs.append(MoE(config, rngs=nnx.Rngs(0))(x)[0])
+    outs.append(output(MoE(config, rngs=nnx.Rngs(0)), x))
   np.testing.assert_allclose(*outs, rtol=1e-5, atol=1e-6)
   assert np.abs(outs[0]).max() > 0.1
 
@@ -195,7 +205,7 @@ def test_batched_experts_in_a_call_that_drops_nothing():
   found = []
   for impl in ("batched", "grouped"):
     moe = MoE(MoEConfig(D, F, E, 2, init_std=1.0, out_std=1.0, impl=impl), rngs=nnx.Rngs(0))
-    found.append([moe(call, MoECall(no_drop=True))[0] for call in (x, x[:0])])
+    found.append([output(moe, call, MoECall(no_drop=True)) for call in (x, x[:0])])
   np.testing.assert_allclose(*(whole for whole, _ in found), rtol=1e-5, atol=1e-6)
   assert all(none.shape == (0, 3, D) for _, none in found)
   for other in (DispatchConfig(transport="packed"), DispatchConfig(capacity_factor=0)):

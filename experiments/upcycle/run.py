@@ -165,7 +165,9 @@ class Study:
       raise OutOfTime
     words = [sys.executable, "-m", *command]
     print("$", shlex.join(["python", *words[1:]]), flush=True)
-    env = None if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    # Students that differ only in the seed have the same program: the first compiles it for all.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "programs")}
+    env = {**cache, **os.environ} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
     process = subprocess.Popen(words, cwd=ROOT, env=env)
     try:
       limit = None if math.isinf(self.deadline) else max(self.deadline - time.monotonic(), 1)

@@ -1,7 +1,9 @@
 """An exponential moving average of the weights (EMA), in float32.
 
-It is close to the mean of the weights of the last 1 / (1 - decay) steps, and less noisy than the
-last step's weights. No training step computes its gradients with the average.
+The weights of k steps ago count decay^k times as much as the last ones, so the last 1 / (1 - decay)
+steps make up about two thirds of it. In the first 9 / (1 - decay) steps decays are smaller
+(`Average.decay_at`), so there the last ninth of the steps does. The average is less noisy than the
+last step's weights. No training step computes its gradients with it.
 """
 
 from __future__ import annotations

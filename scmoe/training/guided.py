@@ -96,9 +96,10 @@ class GuidedStep:
     return prepared and self.called
 
   def compile(self, *args: Any, later: bool = False) -> None:
-    """Compiles for arguments of these shapes, with the kept profile of the program if there is one.
+    """Compiles for arguments of these shapes.
 
-    If there is none and the step is profile-guided, the next calls collect one.
+    A profile-guided step is compiled with the program's kept profile. If there is none, its next
+    calls collect one.
 
     Args:
       *args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.

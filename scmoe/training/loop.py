@@ -371,11 +371,14 @@ class Run:
     return bool(every) and self.step % every == 0 and 0 < self.step < self.train.steps
 
   def one_step(self) -> None:
-    """Dispatches a step; reads and logs the previous step's results while the device works.
+    """Dispatches a step; reads the previous step's results while the device works.
 
-    If the run may end with the dispatched step, its results are read and logged, too.
+    With `dispatch.overflow=repeat` it first waits for the previous step, and runs it again if rows
+    were left over (`settle`). Results are logged where that is due (`flush`). If the run may end
+    with the dispatched step, its results are read at once, too.
 
     Raises:
+      ConfigError: a candidate of `train.tune` does not fit the run.
       DataError: the data ended.
       NonFiniteError: as `flush`.
     """

@@ -63,7 +63,7 @@ def gathered(x: Any, place: Place, pieces: Callable[[Any], np.ndarray]) -> np.nd
 
   Args:
     x: has the array's shape, type and NamedSharding; all its devices are this process's.
-    place: (i,) for the layer [1, ...] of a stack, whose layers no device divides; () for all.
+    place: (i,) for layer i, [1, ...], of a stack whose first axis no device divides; () for all.
     pieces: device -> its shard, or this layer [1, ...] of it.
   """
   shape = (1, *x.shape[1:]) if place else tuple(x.shape)

@@ -138,7 +138,10 @@ class Capacity:
 
   @property
   def sends_ahead(self) -> bool:
-    """Whether rows travel to other devices; `dispatch` needs no experts. See `Transport`."""
+    """Whether rows travel to other devices, or would but for the ablation `silent`.
+
+    `dispatch` needs no experts. See `Transport`.
+    """
     return self.exchange.size > 1
 
   def dispatch(

@@ -113,7 +113,10 @@ class Dropless:
 
   @property
   def sends_ahead(self) -> bool:
-    """Whether rows travel to other devices; see `Transport`."""
+    """Whether rows travel to other devices, or would but for the ablation `silent`.
+
+    See `Transport`.
+    """
     return self.exchange.size > 1
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:

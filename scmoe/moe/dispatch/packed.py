@@ -47,7 +47,10 @@ class Packed:
 
   @property
   def sends_ahead(self) -> bool:
-    """Whether the kept rows travel to other devices; see `Transport`."""
+    """Whether the kept rows travel to other devices, or would but for the ablation `silent`.
+
+    See `Transport`.
+    """
     return isinstance(self.inner, Dropless) and self.inner.sends_ahead
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:

@@ -7,7 +7,9 @@ the full speed of its link. A stack's array [L, ...] is then stored as an `Apart
 stack, so that they load in every placement. `in_files` marks the arrays that lie in a file instead.
 
 Bytes a parameter, with float32 moments: the device keeps 4 instead of 12, or, where parameters are
-stored in halves, 2. With `mesh.experts_in=host` it keeps nothing of an expert.
+stored in halves, 2. Of a routed expert's matrices it keeps nothing with `mesh.experts_in=host`, but
+the expert's biases stay. `mesh.moments_kept` leaves moments and lower halves of the last layers on
+the device, those of experts included.
 """
 
 from __future__ import annotations

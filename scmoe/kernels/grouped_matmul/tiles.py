@@ -50,7 +50,10 @@ _recording = contextvars.ContextVar("recording", default=None)
 
 
 def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
-  """Bytes of shared memory of a product with 2-byte operands, with stores' buffers and barriers."""
+  """Bytes of shared memory of a product with 2-byte operands, with stores' buffers and barriers.
+
+  Not for "down_backward": its epilogue has other buffers, larger ones with two pre-activations.
+  """
   stage = (tiling.rows + tiling.cols) * tiling.depth * 2
   stores = 2 * tiling.store_buffers * tiling.consumer_rows * 64 * out_itemsize
   return tiling.stages * stage + stores + _RESERVED

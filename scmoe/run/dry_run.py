@@ -7,6 +7,7 @@ arrays and an abstract mesh; nothing is compiled or allocated. FLOPs are analyti
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -336,9 +337,25 @@ def _saved_bytes(run: RunConfig) -> int:
   train = dataclasses.replace(run.train, batch_size=run.train.batch_size // shards)
   # A scan over pairs keeps no slices of stacked parameters. Where experts lie makes no difference.
   mesh = dataclasses.replace(alone.mesh, experts_in="device")
-  alone = dataclasses.replace(alone, train=train, mesh=mesh)
-  graph, shapes = build_model(alone, None)
-  objective = modality_of(run).make_objective(alone, graph)
+  kept = _residuals(dataclasses.replace(alone, train=train, mesh=mesh))
+  # The portable attention that is traced keeps the scores. A GPU's fused attention, which a
+  # deterministic run does not use, keeps none, nor does a ring.
+  model, length, masked = run.model, run.data.seq_len, run.model.document_mask
+  fused = fusable(
+    jnp.dtype(model.dtype), model.head_dim, length, masked=masked, window=model.sliding_window
+  )
+  fused = fused and not (run.train.deterministic or model.attention_sinks)
+  fused = fused and not (model.full_attention_layers or model.attention_chunk)
+  fused = fused or (run.mesh.sequence > 1 and run.mesh.sequence_attention == "ring")
+  is_score = lambda a: len(a.shape) >= 5 and a.shape[-2:] == (length, length)
+  return sum(a.size * a.dtype.itemsize for a in kept if not (fused and is_score(a)))
+
+
+@functools.lru_cache(maxsize=64)  # meshes of equal batches a device ask for the same run
+def _residuals(run: RunConfig) -> tuple[Any, ...]:
+  """Abstract arrays that jax keeps for the backward pass of a run on one device."""
+  graph, shapes = build_model(run, None)
+  objective = modality_of(run).make_objective(run, graph)
   base = None
   if run.lora.rank:
     adapters = Adapters(run.lora, shapes)
@@ -352,20 +369,10 @@ def _saved_bytes(run: RunConfig) -> int:
     loss = lambda p: own.loss(p, {}, batch, None)[0]
     return jax.vjp(loss, params)[1]
 
-  jaxpr = jax.make_jaxpr(backward)(shapes, base, _batch(alone)).jaxpr
+  jaxpr = jax.make_jaxpr(backward)(shapes, base, _batch(run)).jaxpr
   arguments = {id(v) for v in jaxpr.invars}
   kept = {id(v): v.aval for v in jaxpr.outvars if hasattr(v, "aval") and id(v) not in arguments}
-  # The portable attention that is traced here keeps the scores. A GPU's fused attention, which a
-  # deterministic run does not use, keeps none, nor does a ring.
-  model, length, masked = run.model, run.data.seq_len, run.model.document_mask
-  fused = fusable(
-    jnp.dtype(model.dtype), model.head_dim, length, masked=masked, window=model.sliding_window
-  )
-  fused = fused and not (run.train.deterministic or model.attention_sinks)
-  fused = fused and not (model.full_attention_layers or model.attention_chunk)
-  fused = fused or (run.mesh.sequence > 1 and run.mesh.sequence_attention == "ring")
-  is_score = lambda a: len(a.shape) >= 5 and a.shape[-2:] == (length, length)
-  return sum(a.size * a.dtype.itemsize for a in kept.values() if not (fused and is_score(a)))
+  return tuple(kept.values())
 
 
 def matched_baselines(run: RunConfig) -> dict[str, tuple[Parameters, Flops] | str]:

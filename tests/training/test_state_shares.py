@@ -186,12 +186,17 @@ def run_of(mode, name, mesh):
 
 
 @functools.cache
+def step_of(mode, name):
+  """(run, its compiled step)."""
+  own = run_of(mode, name, MeshConfig(2, 2, 1))
+  return own, make_train_step(own.objective, own.optimizer, own.abstract_state())
+
+
+@functools.cache
 def stepped(mode, name):
   """(run, state, scalars of each step) after three steps."""
-  own = run_of(mode, name, MeshConfig(2, 2, 1))
-  abstract = own.abstract_state()
-  state, found = init_state(drawn_init(own), own.optimizer, 0, abstract), []
-  step = make_train_step(own.objective, own.optimizer, abstract)
+  own, step = step_of(mode, name)
+  state, found = init_state(drawn_init(own), own.optimizer, 0, own.abstract_state()), []
   for _ in range(3):
     state, scalars, _ = step(state, own.random_batch())
     found.append(jax.device_get(scalars))
@@ -236,8 +241,9 @@ def test_a_step_that_is_not_finite_changes_no_share():
   first = broken.params["norm"]
   broken.params["norm"] = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), first)
   before = jax.device_get(broken)
-  step = make_train_step(own.objective, own.optimizer, own.abstract_state())
-  after, scalars, _ = step(jax.tree.map(jnp.copy, broken), own.random_batch())
+  after, scalars, _ = step_of("parameters", "clipped")[1](
+    jax.tree.map(jnp.copy, broken), own.random_batch()
+  )
   assert not scalars["finite"]
   assert int(after.skipped) == int(before.skipped) + 1
   for part in ("params", "opt_state"):

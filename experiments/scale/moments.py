@@ -14,16 +14,19 @@ The arms take turns; each turn makes its state anew, runs one step, and times th
   filed     as computed, but moments lie in a file in --folder, each layer's read while the layer
             before is updated, and written behind it (mesh.moments_in=files)
   reading   the same, but no layer is read or written beside an update (mesh.moments_ahead=0)
+  experts   as host, with the experts' matrices there, too, each pair's fetched while the pair
+            before it computes (mesh.experts_in=host)
   device    all on the device; left out if the dry run says that it does not fit
 
 First the link is timed, each way alone and both at once, and then the host: AdamW on jax's CPU, in
 bytes that it reads and writes a second, and the disk of --folder. The planner's figure of an arm is
-a step's computation, and the copies at these speeds, those of the link both ways at once. The
-computation is what the arm `device` took; without that arm it is the model's FLOPs at --mfu of the
-peak. What can be hidden of the copies of `blocking` is what the plan of `host` takes less. Peak
-memory is the process's so far, so the arm that needs least comes first; and as jax keeps pinned
-memory that it once had, arms whose host computes come before those that need much of it. --tiny
-runs a tiny model on a CPU, which has one memory and copies nothing: its times mean nothing.
+a step's computation, and the copies at these speeds, those of the link both ways at once. Of the
+experts' copies beside the passes the part counts that outlasts the computation. The computation is
+what the arm `device` took; without that arm it is the model's FLOPs at --mfu of the peak. What can
+be hidden of the copies of `blocking` is what the plan of `host` takes less. Peak memory is the
+process's so far, so the arm that needs least comes first; and as jax keeps pinned memory that it
+once had, arms whose host computes come before those that need much of it. --tiny runs a tiny model
+on a CPU, which has one memory and copies nothing: its times mean nothing.
 """
 
 from __future__ import annotations
@@ -73,6 +76,7 @@ ARMS = {
   "reading": {
     "mesh.moments_in": "files", "mesh.moments_update": "host", "mesh.moments_ahead": "0"
   },
+  "experts": {"mesh.moments_in": "host", "mesh.experts_in": "host"},
   "device": {"mesh.moments_in": "device"},
 }  # fmt: skip
 
@@ -187,7 +191,11 @@ def figures(arms: dict[str, Arm], plans: dict[str, Any], rate: float, mfu: float
   plan = next(iter(plans.values())).step_needs
   peak = next(iter(arms.values())).built.peak_flops or 1e12
   compute = seconds["device"] if "device" in seconds else plan.flops / (mfu * peak)
-  copies = {name: p.away.seconds(rate) if p.away else 0.0 for name, p in plans.items()}
+  beside = {name: p.passes.seconds(rate) if p.passes else 0.0 for name, p in plans.items()}
+  copies = {
+    name: max(beside[name] - compute, 0.0) + (p.away.seconds(rate) if p.away else 0.0)
+    for name, p in plans.items()
+  }
   for name, own in found.items():
     away = plans[name].away
     own["host_bytes"] = away.in_memory if away else 0
@@ -196,6 +204,7 @@ def figures(arms: dict[str, Arm], plans: dict[str, Any], rate: float, mfu: float
     own["planned_ms"] = round(1e3 * (compute + copies[name]), 3)
     own["over_plan"] = round(seconds[name] / (compute + copies[name]), 3)
     own["copies_planned_ms"] = round(1e3 * copies[name], 3)
+    own["beside_planned_ms"] = round(1e3 * beside[name], 3)
   for name, plain in (("host", "blocking"), ("computed", "waiting"), ("filed", "reading")):
     if {name, plain} <= set(arms) and copies[plain] > copies[name]:
       won = seconds[plain] - seconds[name]

@@ -79,7 +79,7 @@ def bits(tree):
 BESIDE = {"wiring": "scmoe_pos2", "rows": ROWS // 2, "remat": "full"}
 OPTIONS = [
   {},
-  BESIDE | {"data": 2, "expert": 2},
+  BESIDE | {"data": 2, "expert": 2, "num_layers": 2},
   *map(
     night,
     (
@@ -151,6 +151,21 @@ def test_a_checkpoint_loads_in_the_other_place(place, other, dtype, tmp_path):
     assert (x.sharding, x.shape, x.dtype) == (like.sharding, like.shape, like.dtype)
   assert bits(got.for_checkpoint()) == bits(want)
   keeper.close()
+
+
+def test_a_run_begins_from_given_weights_and_in_a_checkpoint_s_form():
+  """A checkpoint may hold weights alone; a warm start replaces parameters of the second form."""
+  own, state, _ = stepped("host")
+  abstract, given = own.abstract_state(), state.for_checkpoint().params
+  got = init_state(own.init, own.optimizer, 0, abstract, params=given)
+  assert bits(got.for_checkpoint().params) == bits(given)
+  assert bits(got.opt_state) == bits(jax.tree.map(np.zeros_like, got.opt_state))
+  places = lambda tree: [x.sharding for x in jax.tree.leaves(tree)]
+  assert places(got) == places(abstract)
+  stored = abstract.for_checkpoint()
+  fresh = init_state(drawn_init(own), own.optimizer, 0, stored)
+  assert places(fresh) == places(stored)
+  assert bits(fresh.like(abstract).placed(abstract)) == bits(begun(own))
 
 
 def test_evaluation_and_samples_read_the_same_weights():

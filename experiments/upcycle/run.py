@@ -61,6 +61,7 @@ class Scale:
     fit: training sequences to which the new shortcut's norm of `FITTED` is fitted; 0: a copy.
     teacher_steps, student_steps: optimizer steps of the same number of tokens each.
     eval_batches: batches of every held-out loss.
+    ways: keys of `WAYS`, the ways of learning.
   """
 
   teacher: dict[str, str]
@@ -70,6 +71,7 @@ class Scale:
   teacher_steps: int
   student_steps: int
   eval_batches: int
+  ways: tuple[str, ...] = tuple(WAYS)
 
 
 SCALES = {
@@ -116,6 +118,16 @@ SCALES = {
     eval_batches=20,
   ),
 }
+
+
+# A quarter of the tokens in a step, four times as many steps.
+SCALES["gpu_steps"] = dataclasses.replace(
+  SCALES["gpu"],
+  student={"optimizer.warmup_steps": "32", "train.tokens_per_step": "32768"},
+  rates=("1e-4", "2e-4", "4e-4"),
+  student_steps=320,
+  ways=("hidden",),
+)
 
 
 class OutOfTime(Exception):
@@ -228,7 +240,9 @@ class Study:
       if len(self.sizes.rates) > 1 and rate not in self.result["pilots"]
     )
     done = {(r["wiring"], r["way"], r["seed"]) for r in self.result["runs"]}
-    wanted = [(wiring, way, seed) for seed in range(3) for wiring in WIRINGS for way in WAYS]
+    wanted = [
+      (wiring, way, seed) for seed in range(3) for wiring in WIRINGS for way in self.sizes.ways
+    ]
     self.side_by_side(
       lambda gpu, entry=entry: self.student(*entry, gpu) for entry in wanted if entry not in done
     )

@@ -176,7 +176,7 @@ def score(
 
   Jitter multiplies the tokens that the gate reads; noise is added to the gate's logits. A gate with
   a method `top_k` also finds the k best experts, unless noise is added. The gate reads zeros for
-  masked tokens. Arguments and errors are those of `scmoe.moe.route.route`.
+  masked tokens. Arguments are those of `scmoe.moe.route.route`, which lists the errors, too.
   """
   draws = training or Draws()
   _check_arguments(x_TD, gate, config, k, num_experts, mask_T)

@@ -263,6 +263,8 @@ class Checkpointer:
         undamaged one.
       ConfigError: a stored name, shape or type does not fit `abstract` (`misfit`), or another
         number of processes wrote the step and their positions in the data differ.
+      StorageError: the file of an `InFile` in `abstract` cannot be made or written.
+      OSError: a damaged step cannot be renamed.
       Exception: those of `check` and `meanwhile`, and errors of too little memory and of missing
         permission, which `scmoe.training.restore.load` passes on.
     """

@@ -6,10 +6,10 @@ the full speed of its link. A stack's array [L, ...] is then stored as an `Apart
 [1, ...]: XLA copies whole arrays asynchronously, but not slices of them. Checkpoints hold the
 stack, so that they load in every placement. `in_files` marks the arrays that lie in a file instead.
 
-Bytes a parameter, with float32 moments: the device keeps 4 instead of 12, or, where parameters are
-stored in halves, 2. Of a routed expert's matrices it keeps nothing with `mesh.experts_in=host`, but
-the expert's biases stay. `mesh.moments_kept` leaves moments and lower halves of the last layers on
-the device, those of experts included.
+Bytes a parameter, with AdamW's float32 moments: the device keeps 4 instead of 12, or, where
+parameters are stored in halves, 2. Of a routed expert's matrices it keeps nothing with
+`mesh.experts_in=host`, but the expert's biases stay. `mesh.moments_kept` leaves moments and lower
+halves of the last layers on the device, those of experts included.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ def laid_out(
 ) -> Any:
   """(parameters, optimizer's state) with moments and lower halves placed in the host's memory.
 
-  Each of these that belongs to a stack becomes an `Apart`; its last layers may stay on the device.
+  Each of these that belongs to a stack becomes an `Apart`; its last `kept` layers, but never the
+  first layer, stay on the device.
 
   Args:
     params, opt_state: `jax.ShapeDtypeStruct`s with NamedShardings, stacks whole.
     tx: the transformation to which the state belongs; says which of its arrays are moments.
     kept: see `scmoe.training.streamed_update.OnHost`.
-    experts: whether the parameters of all layers' experts are placed there, too.
+    experts: whether the matrices of all layers' experts are placed there, too, as `Apart`s.
   """
 
   def place(path: Any, x: Any) -> Any:
@@ -107,10 +108,10 @@ def made_on_cpu(make: Callable[[], PyTree]) -> PyTree:
 
 
 def taken_over(params: PyTree, like: PyTree) -> PyTree:
-  """Float32 parameters, placed and divided like those of a state.
+  """Parameters stored, placed and divided like those of a state.
 
   Args:
-    params: arrays in any memory, or numpy arrays, stacks whole.
+    params: float32 arrays in any memory, or numpy arrays, stacks whole.
     like: a state's parameters as `jax.ShapeDtypeStruct`s, from `laid_out`, or stacks whole.
   """
 

@@ -62,7 +62,7 @@ def train_side_by_side(trainers: Sequence[Trainer]) -> list[TrainState]:
   Raises:
     ConfigError: the runs cannot share a program, share a folder, or have reached different steps;
       or as `Trainer.run`.
-    NonFiniteError: a run failed; raised when the others are done.
+    NonFiniteError: a run failed, and none was stopped; raised when the others are done.
     Preempted: asked to stop; every run that has not failed has saved.
     DataError, CheckpointError, StorageError: as `Trainer.run`.
   """

@@ -63,7 +63,7 @@ def updated(state: Any, grads: PyTree, optimizer: Optimizer, found: Found) -> di
 
   Args:
     state: the `TrainState` before the step.
-    grads: this device's shares, summed over devices, divided by the loss scale, not clipped.
+    grads: as `Left.grads`.
     optimizer: see `make_optimizer`.
     found: loss, norm, and whether the step is good.
   """

@@ -71,11 +71,11 @@ class RunLock:
   """Keeps a second run out of a directory. A context manager.
 
   It takes an OS lock (flock) on a file in the directory and, under the default name, on the
-  directory itself. At most one process can hold it, and the kernel releases it when that process
-  dies, however it dies. The lock file also names process and host: for messages, for file systems
-  without OS locks, and for those whose locks do not reach other hosts. So the lock counts as held,
-  too, if the file names another process that runs on this host, or one of another host that touched
-  the file within `FOREIGN_STALE_SECONDS`.
+  directory itself. At most one process can hold an OS lock, and the kernel releases it when that
+  process dies, however it dies. The lock file also names process and host: for messages, for file
+  systems without OS locks, and for those whose locks do not reach other hosts. So the lock counts
+  as held, too, if the file names another process that runs on this host, or one of another host
+  that touched the file within `FOREIGN_STALE_SECONDS`.
 
   Args:
     workdir: exists.

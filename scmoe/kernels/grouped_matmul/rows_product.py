@@ -231,7 +231,7 @@ class _Shape:
     return self.tiling.pair == "rows" and self.divided == 2
 
   def check(self) -> None:
-    """Asserts that the tiling fits the product and its operands."""
+    """Asserts that the tiling allows this product's gather, half tiles and scales."""
     gathers, tiling = self.gathers, self.tiling
     assert not (gathers and tiling.pair == "cols"), "a gathered operand cannot be shared"
     one_each = self.divided == 1 or (tiling.pingpong and not gathers)
@@ -418,7 +418,7 @@ class _Cta:
   def activated(self, activation: Activation, results: Any, columns: slice) -> Any:
     """Columns of the activation, computed from the rounded results.
 
-    The backward pass recomputes it from these results, which it finds stored.
+    The backward pass, if there is one, recomputes it from these results, which it finds stored.
     """
     h = [result(columns).astype(jnp.float32) for result in results]
     return activation.of(h).astype(self.shape.out_dtype)

@@ -43,8 +43,8 @@ class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
 
   Raises:
     ConfigError: a field has a wrong type or value, options of the router do not fit each other,
-      `top_k` or options of the router do not fit the numbers of experts, or `impl=batched` has a
-      transport without buffers of equal size.
+      `top_k` or options of the router do not fit the numbers of experts, or with kind `ffn`
+      `impl=batched` has a transport without buffers of equal size.
   """
 
   top_k: int = option(1, minimum=1)
@@ -75,7 +75,8 @@ class MoECall:
     mask: bool, the tokens' shape without D: True for tokens that take part; None: all do.
     key: random key of gate noise and jitter in training; with a key, token rounding applies too,
       and the tokens must have a dimension before D. None outside training.
-    bias_E: float32 bias added to the scores for the choice only (`router.bias`), or None.
+    bias_E: float32 bias of all experts, zero experts included, added to the scores for the choice
+      only (`router.bias`), or None.
     avoid_T: int32, the one expert that each token must not visit (DGMoE); it then visits one other.
       None: no such rule.
     k: experts per token, unless `avoid_T` is given; None: the layer's `top_k`.
@@ -145,7 +146,7 @@ class MoE(nnx.Module):
 
   On one device, that device has all experts. In the manual region (`scmoe.manual`) the expert axis
   spreads them over devices, and dispatch and combine exchange rows, unless each device gathers all
-  experts (`dispatch.adaptive_r` = 0).
+  experts (`dispatch.adaptive_r` = 0) or `dispatch.ablation.silent` is on.
 
   Args:
     config: see `MoEConfig`.
@@ -258,6 +259,8 @@ class MoE(nnx.Module):
 
   def sends_ahead(self, tokens: int, *, no_drop: bool) -> bool:
     """Whether a call's rows travel between devices, and can be dispatched without the experts.
+
+    Rows that the ablation `silent` keeps from travelling count as if they did.
 
     Args:
       tokens: T, the tokens of this device.

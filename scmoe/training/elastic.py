@@ -56,7 +56,8 @@ _BEAT_SECONDS = 1.0
 # For a child to end by itself after a peer's child has died, or the peer was started again or ended
 # before the turn began.
 _PEER_SECONDS = 3.0
-# The same after a peer has ended for good with another code than 0: all of a turn end so together.
+# The same after a peer has ended for good with another code than 0: as a rule, all members of a
+# turn do so together.
 _ENDED_SECONDS = 60.0
 
 
@@ -301,8 +302,9 @@ class Supervisor:
   def _watch(self, child: Child) -> int | None:
     """Looks after the running command: ends it if it cannot go on, or asks it to save and stop.
 
-    It asks if this member was told to stop, or if the mesh would be larger with waiting members.
-    While neither is so and no peer is lost, the member compiles ahead (`Ahead`).
+    It asks if this member was told to stop, or if this is the turn's first member, the command has
+    done a step, and the mesh would be larger with waiting members. While nothing was asked and the
+    command can go on, the member compiles ahead (`Ahead`).
 
     Returns:
       the member's exit code if the command has ended and no turn follows; else None.
@@ -416,8 +418,8 @@ class Supervisor:
 def supervise(member: Supervisor) -> int:
   """Runs a member until it is done; returns its exit code. The main thread has to call it.
 
-  SIGTERM and SIGHUP (unless nohup ignores it) make this member save, with all others, and leave;
-  the others go on without it, unless they were told to stop as well.
+  SIGTERM and SIGHUP (unless nohup ignores it) make this member leave; if it trains, all members of
+  the turn save first. The others go on without it, unless they were told to stop as well.
 
   Raises:
     ConfigError: as `Supervisor.tick`.

@@ -49,10 +49,11 @@ class Journal:
     self._began = time.time()
 
   def open(self, step: int) -> None:
-    """Opens the outputs and the progress bar; the run's files lose figures of steps after `step`.
+    """Opens the progress bar and, on process 0, the outputs.
 
-    Process 0 writes a line of kind `start` to metrics.jsonl, and prints the goodput so far of a run
-    that resumes.
+    metrics.jsonl and the router files lose figures of steps after `step`. Process 0 writes a line
+    of kind `start` to metrics.jsonl, and prints the goodput so far, if known, of a run that
+    resumes.
 
     Args:
       step: optimizer steps that the run has done.
@@ -75,7 +76,7 @@ class Journal:
       self.say(spent.words)
 
   def close(self) -> None:
-    """Removes the progress bar and closes the files."""
+    """Removes the progress bar, and closes TensorBoard's files and the trackers."""
     self._bar.close()
     if self._metrics is not None:
       self._metrics.close()
@@ -107,7 +108,8 @@ class Journal:
   def step_done(self, step: int, values: Mapping[str, Any]) -> None:
     """Takes in a step whose results were read: its time, and its figures for the next line's means.
 
-    Also moves the progress bar on, and writes this process's heartbeat where due.
+    `Meter` and `Means` say which steps they leave out. Also moves the progress bar on, and writes
+    this process's heartbeat where due.
     """
     self._meter.tick()
     self._means.add(dict(values))

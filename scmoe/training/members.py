@@ -83,6 +83,8 @@ class Choice(NamedTuple):
 class Plan(NamedTuple):
   """The members that train in a turn, and their mesh.
 
+  In ahead.json they are the members that compile for this mesh (`scmoe.training.ahead`).
+
   Attributes:
     turn: 1, 2, ... over all starts in this folder.
     members: numbers of the members that train. The first one is process 0 of jax.distributed.
@@ -292,7 +294,7 @@ class Others:
     return self._clock() - changed > self._silent
 
   def alive(self) -> list[Member]:
-    """The members that have written lately and have not ended, by number."""
+    """The members that have written, are not silent (`is_silent`) and have not ended, by number."""
     found = [self._seen[n][0] for n in sorted(self._seen) if not self.is_silent(n)]
     return [member for member in found if member.state != ENDED]
 

@@ -39,8 +39,8 @@ class Optimizer(NamedTuple):
     spikes: the test for spikes; None: there is none.
     shares: which data rank updates which parameters and moments; None: each rank updates all.
     average: how the average of the weights is kept; None: there is none.
-    on_host: how moments in the host's memory or in files are updated; None: they lie in the
-      devices' memory.
+    on_host: how arrays in the host's memory or in files are updated: moments, and maybe lower
+      halves and experts' parameters; None: all arrays lie in the devices' memory.
   """
 
   tx: optax.GradientTransformationExtraArgs
@@ -119,9 +119,10 @@ def make_optimizer(
     specs: PartitionSpecs like the parameters; Muon needs them if `update` runs in the manual region
       without `shares`, which have specs of their own.
     shares: the shares that each data rank updates; None: each rank updates all.
-    on_host: moments lie in the host's memory or in files and are updated layer by layer; None: in
-      the devices' memory, all at once. Needs parameters in nested dictionaries and, if weights
-      decay, a function as `mask`.
+    on_host: moments, but for those of `OnHost.kept` layers, lie in the host's memory or in files,
+      and the update goes layer by layer; None: all lie in the devices' memory, and all layers are
+      updated at once. Needs parameters in nested dictionaries and, if weights decay, a function as
+      `mask`.
   """
   schedule = make_schedule(cfg, steps)
   specs = specs if shares is None else shares.share_specs

@@ -82,7 +82,7 @@ def write_pieces(
   *,
   sync: bool = False,
 ) -> dict[str, Found]:
-  """Writes all arrays of one item of a step, which is one folder, from their pieces.
+  """Writes all arrays of one item of a step from their pieces.
 
   Args:
     place: the item's folder; must not exist.

@@ -56,7 +56,8 @@ class TrainState:
 
   Attributes:
     step: int32 [], optimizer steps done, skipped ones included.
-    params: float32 parameters, as arrays or as `Halves` (`scmoe.training.masters`).
+    params: float32 parameters, as arrays or as `Halves` (`scmoe.training.masters`). Here and in
+      `opt_state` a stack may be divided into layers (`Apart`).
     opt_state: optax's state of the optimizer: moments and counters.
     router: router state that gradients do not train, e.g. balancing biases; may be {}.
     rng: uint32, data of a random key. It never changes: each step makes its own key from this one
@@ -123,7 +124,8 @@ class TrainState:
   def placed(self, abstract: TrainState) -> TrainState:
     """This state with the shardings of `abstract`; the state must have no teacher.
 
-    Only arrays with another sharding are copied; what lies in files stays there.
+    Only arrays with another sharding are copied; a `Kept`, in the host's memory or in a file, stays
+    as it is.
     """
     leaves, structure = jax.tree.flatten(self)
     places = jax.tree.leaves(shardings_of(dataclasses.replace(abstract, teacher=None)))
@@ -194,7 +196,7 @@ def abstract_state(
       shardings of whole parameters (`mesh.shard_state=none`).
     optimizer: its moments, and the average of the parameters, are sharded like the parameters they
       belong to, and divided further over data ranks if it has `Optimizer.shares`. With
-      `Optimizer.on_host` moments and lower halves lie where it says.
+      `Optimizer.on_host` moments, lower halves and experts' parameters lie where it says.
     mesh: counters and scalars are replicated over it.
     cast: parameters -> parameters in the types in which the model reads them. If given, float32
       parameters that the model reads in bfloat16 become `Halves` (`scmoe.training.masters`).
@@ -238,7 +240,9 @@ def abstract_state(
 def init_state(
   init: Init, optimizer: Optimizer, seed: int, abstract: TrainState, params: PyTree = None
 ) -> TrainState:
-  """The state before step 0, with the same values on every mesh; each device makes its own share.
+  """The state before step 0, with the same values on every mesh.
+
+  Each device makes its own share of the arrays that the host does not make (`OnHost`).
 
   Args:
     init: key -> (params, router).
@@ -246,7 +250,8 @@ def init_state(
     seed: of fresh parameters, and of the random keys of all steps.
     abstract: from `abstract_state`; says where arrays lie, which parameters become `Halves`, and
       which stacks become `Apart`s.
-    params: float32 parameters to begin with, which are donated; None: fresh ones from `init`.
+    params: float32 parameters to begin with, not to be used afterwards, since they may be donated;
+      None: fresh ones from `init`.
 
   Returns:
     the state, with `teacher` None.
@@ -433,7 +438,8 @@ def _after(
 
   Args:
     state: before the step.
-    changed: parameters, optimizer's state and average after the step.
+    changed: parameters, optimizer's state and average after the step; None where the host updates
+      them.
     router: the router state after a good step.
     optimizer: see `make_optimizer`.
     found: loss, norm, and whether the step is good.

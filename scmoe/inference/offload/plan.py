@@ -89,10 +89,11 @@ class Plan:
     device: bytes needed on each device.
     host: bytes of pinned memory needed for all devices together.
     prefill, decode: tokens/s of all rows together.
-    hit_rate: the share of requests that find their expert in the cache, as assumed for `decode`.
+    hit_rate: the share of requests that find their expert in the cache, as assumed for `decode`;
+      not read if decode is in mode ring, which copies all experts.
     hidden: share of the time of decode's copies during which the device computes; 0 without copies.
     pinned: number of pairs whose experts are in pinned memory; those of the others stay in their
-      files. None: all pairs.
+      files. None: no experts stay in files.
   """
 
   offload: Offload
@@ -268,7 +269,8 @@ def plan(
       Offload(prefill, Migration("ring", sections=sections)),
       model, needed, load, bandwidth, machine, devices,
     )  # fmt: skip
-  # A cache is filled during prefill, while the ring's sections are on the device too.
+  # A cache is filled during prefill, while the sections of a ring may be on the device too. Room is
+  # left for them even if prefill uses no ring.
   left = gpu_memory - needed.fixed - sections * needed.layer
   size = min(left // (needed.pairs * needed.expert), needed.experts)
   offload = Offload(prefill, Migration(early), size if size >= at_once else 0)

@@ -91,8 +91,8 @@ def expert_ffn(
   Raises:
     ConfigError: an argument is of another type.
     ValueError: shapes disagree; a gated activation lacks the gate's matrices, or another one has
-      them; `config.impl` is `block_sparse`, or is `batched` without padded experts; or
-      `config.backend` cannot take the type or the widths.
+      them or the gate's biases; `config.impl` is `block_sparse`, or is `batched` without padded
+      experts; or `config.backend` cannot take the type or the widths.
   """
   check_type("weights", weights, FFNWeights)
   check_type("layout", layout, RowLayout)

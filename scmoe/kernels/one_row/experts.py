@@ -73,7 +73,7 @@ def forward(
       `splits`.
     expert_C: int32, the expert of each choice; an id outside [0, G) adds nothing.
     weight_C: float32, factor of each choice's result; None: all are 1.
-    how: see `Execution`; precision and fp8 are ignored.
+    how: see `Execution`; only `activation` and `num_sms` are read.
   """
   groups, choices = weights.up_GDF.shape[0], expert_C.shape[0]
   divided = splits(weights.widths, choices, how.num_sms)

@@ -78,9 +78,10 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
   """Each choice's position among those of its expert, and how many choices each expert has.
 
   A position is the number of earlier choices, in the order of the array, of the same expert. On
-  Hopper a kernel computes positions and counts if it takes the sizes (`positions`). Otherwise XLA
-  compares the choices of each block of 32 with each other, and adds the counts of earlier blocks. A
-  sort or a scatter would be slower: either takes many short steps that wait for each other.
+  Hopper (`launch.runs_ptx`) a kernel computes positions and counts if it takes the sizes
+  (`positions`). Otherwise XLA compares the choices of each block of 32 with each other, and adds
+  the counts of earlier blocks. A sort or a scatter would be slower: either takes many short steps
+  that wait for each other.
 
   Worked example: five tokens that chose the experts 0, 2, 0, 0, 2 of three have the positions 0, 0,
   1, 2, 1; the counts are 3, 0, 2.

@@ -54,6 +54,7 @@ class Transport(Protocol):
 
     The result is `y[t] = Σ_k weight[t, k] · expert[t, k](x[t])` over the choices that were taken
     and not dropped. If weights multiply the input, it is `Σ_k expert[t, k](weight[t, k] · x[t])`.
+    The ablations (`dispatch.ablation`) may change the result.
 
     Args:
       sent: the result of `dispatch`, with the experts' outputs in place of its rows.

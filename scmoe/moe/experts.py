@@ -1,7 +1,7 @@
 """The experts of this device, rows -> rows: feed-forward networks, or a user's own module.
 
 `ExpertSource` says where a model's experts are while it runs. By default, and always in training,
-they are on the device when a pair begins (`OnDevice`). In generation
+a pair's experts are on the device when the pair begins (`OnDevice`). In generation
 `scmoe.offload.experts.Migration` can copy them from the host's memory or from files.
 """
 
@@ -55,7 +55,7 @@ class ExpertRows:
 
     Args:
       rows_RM: rows sorted by expert.
-      weight_EMN: a matrix for each expert; rounded to the rows' type.
+      weight_EMN: a matrix for each expert; converted to the rows' type.
       bias_EN: a vector for each expert, added to the products of its rows, its padding rows
         included; None: no bias.
 
@@ -201,7 +201,9 @@ class ExpertSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OnDevice:
-  """The default `ExpertSource`: every expert is in its device's memory, as training needs it.
+  """The default `ExpertSource`: a pair's experts are in their devices' memory when the pair begins.
+
+  With `mesh.experts_in=host` the model has copied them there (`scmoe.models.fetched`).
 
   Attributes:
     recompute: whether the backward pass computes the experts' activations again, to save memory.
@@ -331,7 +333,7 @@ class FFNExperts(Experts):
   its group, 1/r of the hidden width; every row goes to one device of each group; and the r partial
   sums are added. r = 1 moves only weights between the devices that share an expert; r = the number
   of these devices moves only rows. With r = 0 every device gathers the weights of all experts, and
-  no row leaves its device. Results and gradients do not depend on r.
+  no row leaves its device. Results and gradients do not depend on r, except for rounding.
 
   Args:
     config: see `FFNExpertsConfig`.

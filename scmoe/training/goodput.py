@@ -2,9 +2,9 @@
 
 Everything else counts as lost: starting, compiling, saving, evaluating, steps that were done again
 after the run died, and time in which it did not run. metrics.jsonl has all that this needs: a line
-of kind `start` for each start of the run, and in each line of kind `train` the mean seconds per
-step since the line before. Lines of steps that are done again are removed when the run resumes, so
-these steps count once.
+of kind `start` for each start of the run, and in each line of kind `train` a mean of the seconds
+per step. Lines of steps that are done again are removed when the run resumes, so these steps count
+once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ START = "start"  # kind of the line of metrics.jsonl that each start writes, wit
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-  """How a run has spent its time since its first start.
+  """How a run has spent its time since its first start with a usable time.
 
   Attributes:
     trained: seconds in kept steps.
-    wall: seconds since the first start.
+    wall: seconds since the first start that `starts` counts.
     starts: number of starts whose lines are still there and have a usable time. A resumed run
       removes the lines of starts at later steps than its own; the first start's line stays.
   """
@@ -53,8 +53,8 @@ def goodput(
 ) -> Goodput | None:
   """The goodput up to `now`; None if no line has a usable time of a start, as in older records.
 
-  A line stands for all steps since the line before it. If its steps were not timed, as the first
-  step of a start is not, they count with the median time per step of the timed lines.
+  A line stands for all steps since the line before it. If it has no time per step, as after the
+  first step of a start, its steps count with the median of the other lines' times (0 without any).
 
   Args:
     starts: lines of kind `start`, oldest first: `step`, after which the run started, and `time`.

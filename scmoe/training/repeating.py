@@ -36,8 +36,9 @@ class Pace:
   """Decides from the steps so far whether the next one runs with loops from the start.
 
   To repeat a step costs a whole program more; loops in a step whose rows fit cost a part of one. So
-  single steps are repeated, and bursts run with loops. If a burst begins within `calm` steps after
-  the last one, twice as many calm steps end it, but at most `MOST`.
+  single steps are repeated, and bursts run with loops. `CALM` steps in a row without rows left over
+  end a burst. If it begins within `calm` steps after the last one, twice as many as ended that one
+  are needed, but at most `MOST`.
 
   Attributes:
     looped: whether the next step runs with loops.
@@ -143,6 +144,8 @@ class RepeatingStep(GuidedStep):
   def begin(self, *args: Any) -> Any:
     """Dispatches a step without waiting for it; its result is final if `left_over` is then False.
 
+    Its scalars include `repeated`, the number of steps that were run again so far.
+
     Args:
       *args: the state, which is donated, and the batch.
     """
@@ -181,7 +184,7 @@ class RepeatingStep(GuidedStep):
     return self._counted(self.looped(*args))
 
   def __call__(self, *args: Any) -> Any:
-    """Runs one step, twice if rows are left over; arguments and results are those of the step."""
+    """Runs one step, twice if rows are left over; returns what `begin` and `again` return."""
     state, batch = args
     state, scalars, arrays = self.begin(state, batch)
     if self.left_over(arrays):

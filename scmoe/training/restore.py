@@ -242,7 +242,7 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
   for name, leaf in away.items():
     (one,) = _read_verified(place, {name: leaf}, meta).values()
     leaves[name] = filed(_typed(one, leaf.dtype), leaf)
-  # One leaf is cast at a time: a leaf that is stored in 16 bits exists in both types meanwhile.
+  # One leaf is cast at a time: it exists in both types meanwhile.
   typed = [_typed(leaves.pop(name), leaf.dtype) for name, leaf in wanted.items()]
   return jax.tree.unflatten(jax.tree.structure(abstract), typed)
 

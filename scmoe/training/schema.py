@@ -174,8 +174,8 @@ def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
   """A stored configuration, completed by the fields that later versions added (`_SINCE`).
 
-  Such a field gets the value that describes what runs before it did. Sections that later versions
-  added are added to a whole configuration only, which has `model` and `data`.
+  Sections that later versions added are added to a whole configuration only, which has `model` and
+  `data`.
   """
   stored = {part: config[part] for part in _SINCE if isinstance(config.get(part), dict)}
   whole = {"model", "data"} <= set(config)  # else `config` holds some sections, and gets no others
@@ -196,7 +196,7 @@ def _over(since: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
 def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
   """A stored configuration of any schema with the present names; no missing field is added.
 
-  Values without a meaning stay as they are: the check of the configuration refuses them.
+  A section that is no dictionary stays as it is: the check of the configuration refuses it.
   """
   return with_present_names(_of_schema_2(values))[0]
 

@@ -24,11 +24,12 @@ from scmoe.training.step import TrainState
 class Variant:
   """The options in which steps of a run may differ; None: as the run is configured.
 
-  `top_k` and `capacity_factor` change the result. The others only change how and when tokens' rows
-  or expert parameters travel between devices, so the search may choose them.
+  `top_k` and `capacity_factor` change the result, as does a change between a `transport` that drops
+  choices and one that does not. The others only change when rows are computed, and how and when
+  rows and expert parameters travel between devices.
 
   Attributes:
-    transport: `dispatch.transport`; a search chooses capacity or packed.
+    transport: `dispatch.transport`; `train.tune` takes capacity and packed.
     schedule, order: `overlap.schedule` and `overlap.order`.
     adaptive_r: `dispatch.adaptive_r` (Tutel adaptive_r).
     chunks: `dispatch.chunks` (Tutel a2a_ffn_overlap_degree).

@@ -93,8 +93,8 @@ class Vitals:
     A run has settled after its first 20 logged lines; a warning counts as settling again.
 
     Args:
-      size: most bytes of memory that this process has held so far. The method is called once per
-        logged line.
+      size: most bytes of the host's memory that this process has held so far. The method is called
+        once per logged line.
     """
     self._lines += 1
     if self._lines <= SETTLED:

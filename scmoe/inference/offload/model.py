@@ -76,7 +76,7 @@ class Offload:
     Args:
       prefill, decode: none, blocking, early or ring; if one is none, so must the other be.
       cache_size: see `Offload`.
-      options: further fields of both `Migration`s.
+      options: further fields of both `Migration`s; not read with none.
 
     Raises:
       ConfigError: a name is unknown; or see `Offload` and `Migration`.
@@ -198,6 +198,9 @@ class Usage:
 
     Args:
       policy: see `scmoe.inference.offload.trace.hits`.
+
+    Raises:
+      ValueError: the policy is unknown.
     """
     found = 0
     for held_LC, worth_LE, programs in zip(self.held, self.worth, self.traces):

@@ -84,9 +84,9 @@ def _halved(band: int = 16) -> Tiling:
 
 # Products for which ping-pong tiles come before cooperative ones. With few steps, with an
 # activation, and in weights' gradients, the epilogue of a tile weighs more than the traffic of its
-# operands, and ping-pong hides the epilogue. A product that gathers, unless it is of "rows" and
-# has few steps, is better off with wide cooperative tiles, since narrow tiles gather each row more
-# often.
+# operands, and ping-pong hides the epilogue. A product that gathers is better off with wide
+# cooperative tiles, since narrow tiles gather each row more often. Exceptions are "rows" with few
+# steps, and "down_backward", which has ping-pong tiles only (`DOWN_BACKWARD`).
 PINGPONG_FIRST = (
   Where(("activated", "up", "weights"), gathered=False),
   Where(("rows", "dx"), width=(0, 512)),

@@ -129,10 +129,10 @@ def gate_top_k(
   """Logits of a linear gate, each token's k best experts, and perhaps these experts' probabilities.
 
   The best experts are those with the largest logits. Their probabilities, by the softmax over all E
-  logits, are given only where the kernel for a single token takes the token, also if XLA computes
-  in its place. In a tie the expert with the smaller index comes first. For XLA, NaN counts as the
-  largest logit, or as the smallest if its sign bit is set. The kernels may choose any experts for a
-  token with a NaN logit; the experts' ids are valid.
+  logits, are given only where the kernel for a single token takes the token and runs here, also if
+  a gradient is asked for and XLA computes in its place. In a tie the expert with the smaller index
+  comes first. For XLA, NaN counts as the largest logit, or as the smallest if its sign bit is set.
+  The kernels may choose any experts for a token with a NaN logit; the experts' ids are valid.
 
   Args:
     x_TD: tokens.
@@ -145,7 +145,7 @@ def gate_top_k(
       only without `fp32`). XLA computes all others, also with "mosaic_gpu", unless that raises.
 
   Returns:
-    Logits and experts; `share_TK` is None unless the kernel for a single token takes the token.
+    Logits and experts, and `share_TK`, or None in its place (see above).
 
   Raises:
     ValueError: k is not in [1, E]; or, for sizes that a kernel takes (for many tokens: and types),
@@ -194,7 +194,11 @@ def _is_row_with_kernel(x_TD: Array, num_experts: int, backend: str) -> bool:
 
 
 def has_kernel(x_TD: Array, num_experts: int, fp32: bool, backend: str) -> bool:
-  """Whether the kernel for many tokens takes these sizes and types and runs here."""
+  """Whether the kernel for many tokens takes these sizes and types and runs here.
+
+  Raises:
+    ValueError: the backend is unknown, for sizes and types that the kernel takes.
+  """
   tokens, width = x_TD.shape
   whole = tokens > 0 and tokens % 128 == 0 and width % 64 == 0 and num_experts <= 192
   # Terms represent a float32 gate in bfloat16; float16's range of exponents is too small for them.

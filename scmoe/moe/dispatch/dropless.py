@@ -140,6 +140,9 @@ class Dropless:
       `Dispatched` with rows [W·P, D] in each chunk, source rank by source rank (`Put`: the experts'
       tiles). With experts it holds the overflow rounds' output, without them the queues, unless
       `longest` or `first_round` leaves such rounds out.
+
+    Raises:
+      ConfigError: `routing` is no `Routing`, or `order` is unknown; see also `Put`.
     """
     check_type("routing", routing, Routing)
     size = self._rows(routing.expert_TK.size)
@@ -171,8 +174,8 @@ class Dropless:
       if not self.delivers:
         packed = rows_RD.reshape(self.exchange.size, size, -1)
         rows_RD = self.exchange.all_to_all(packed, chunk).reshape(rows_RD.shape)
-      # Under `train.remat`, `jax.checkpoint` keeps the values named "moe_rows": the backward pass
-      # exchanges no row again.
+      # With `train.remat` dots or full, `jax.checkpoint` keeps the values named "moe_rows": the
+      # backward pass exchanges no row again.
       rows.append(checkpoint_name(rows_RD, "moe_rows"))
       layouts.append(self._layout(sent, queues, chunk * size, size))
       windows.append(sent.window)
@@ -201,7 +204,7 @@ class Dropless:
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Brings the first round's outputs back and adds up those of each token, weighted: [T, D].
 
-    To this sum it adds the part of the output that the overflow rounds have computed.
+    To this sum it adds the part of the output that overflow rounds have computed, if there is one.
     """
     check_type("sent", sent, Dispatched)
     back = []
@@ -212,7 +215,7 @@ class Dropless:
     return self._added_up(sent, back)
 
   def _added_up(self, sent: Dispatched, back: list[Array]) -> Array:
-    """Weights the outputs in all chunks, adds them up and adds the overflow rounds' part: [T, D].
+    """Adds up the weighted outputs in all chunks, and the overflow rounds' part if any: [T, D].
 
     Args:
       sent: the result of `dispatch`.

@@ -5,7 +5,8 @@ of the rows that travel and that the experts compute are padding, unless C is li
 of tokens of a group. This transport drops the same choices (`kept_choices`) and sends the kept ones
 as `Dropless` does: in rounds, over a buffer per rank of at most `dispatch.slack` times the balanced
 share of the choices, rounded up. Without an exchange they stay in place (`Local`). The experts
-compute only kept rows. The results are those of `Capacity` with the same C; only the cost differs.
+compute only kept rows. The results are those of `Capacity` with the same C at another cost, unless
+`Dropless.first_round` loses rows.
 
 Worked example: two ranks with one expert each, C = 2. Four tokens of rank 0 choose the experts 0,
 0, 0 and 1; token 2 is dropped. `Packed` queues the tokens 0 and 1 for rank 0 and the token 3 for
@@ -57,7 +58,7 @@ class Packed:
     """Drops and counts choices beyond capacity, and sends the rest; see `Transport.dispatch`.
 
     Raises:
-      ConfigError: T is not a multiple of G, or `routing` is no `Routing`.
+      ConfigError: T is not a multiple of G, `order` is unknown, or `routing` is no `Routing`.
     """
     check_type("routing", routing, Routing)
     _, kept_TK, count_GE = kept_choices(routing, self.rows, self.groups, self.order)

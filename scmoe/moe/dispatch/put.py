@@ -84,8 +84,9 @@ class Put(Dropless):
       slots_SD = gather_rows(x_TD, plan.window)
       slots_SD = weigh_rows(slots_SD, routing.input_weight_TK, plan.window)
       rows_RD, origin_R = _put_slots(slots_SD, plan)
-    # Under `train.remat`, `jax.checkpoint` keeps values named "moe_rows". `dispatch` gives the rows
-    # this name. If the slots that they come from are kept too, the backward pass puts no row again.
+    # With `train.remat` dots or full, `jax.checkpoint` keeps values named "moe_rows". `dispatch`
+    # gives the rows this name. If the slots that they come from are kept too, the backward pass
+    # puts no row again.
     origin_R = checkpoint_name(origin_R, "moe_rows")
     return Chunk(rows_RD, plan.window, (plan, origin_R)), queues, before
 

@@ -143,8 +143,8 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
 def _figures(sums: np.ndarray) -> dict[str, float] | None:
   """Metrics by name from sums in the order of `COUNTED`; None if no token is counted.
 
-  The perplexity is finite: it is exp(700) for a loss above 700 nats. Bits per byte are infinite if
-  the tokens stand for no bytes.
+  The perplexity of a loss above 700 nats is exp(700). Bits per byte are infinite if the tokens
+  stand for no bytes.
   """
   nats, tokens, size, correct = (float(v) for v in sums)
   if not tokens:

@@ -105,10 +105,11 @@ class Heard:
 
   Attributes:
     routings: the `Routing` of each gating.
-    current: for each gating, the `Routing` of the same gate on the current representation, without
-      an expert to avoid (`MoECall.avoid_T`).
-    read: for each gating, the current representation [B, S, D], of which only the shape is used: a
-      later stage of a Swin has a smaller S.
+    current: for each gating, the `Routing` of the same gate on the current representation, in
+      `farskip` on the value that the shared expert reads; without an expert to avoid
+      (`MoECall.avoid_T`).
+    read: for each gating, the value [B, S, D] that `current` is about, of which only the shape is
+      used: a later stage of a Swin has a smaller S.
     values: the values on the main path, [B, S, D] each; `scmoe.inference.probe.Probe.points` names
       them.
     sums: the `RouterSums` of each pair with experts.

@@ -126,11 +126,12 @@ def _variation(v_E: Array) -> Array:
 def megablocks_loss(sums: RouterSums) -> Array:
   """MegaBlocks' balancing loss per layer, E · Σ_e (share of choices for e) · mean_t(probs_te).
 
-  All choices of a token that are taken count (K, but for token rounding), also those that the
-  transport drops; the gradient flows through the probabilities only. The loss is 1 for a uniform
-  router and 0 without tokens; for K = 1 without token rounding it is the GShard loss. With
-  `counts`, each expert's choices, and T tokens, the mean over L layers is MegaBlocks' global loss
-  E / (L·T·K) · Σ_layers ⟨counts, mean_t probs_t⟩, without its coefficient (moe_loss_weight).
+  All taken choices in `sums` count, also those that the transport drops: K of a token, but for
+  token rounding and zero experts (`computing`). The gradient flows through the probabilities only.
+  The loss is 1 for a uniform router and 0 without tokens; for K = 1 without token rounding it is
+  the GShard loss. With `counts`, each expert's choices, and T tokens, the mean over L layers is
+  MegaBlocks' global loss E / (L·T·K) · Σ_layers ⟨counts, mean_t probs_t⟩, without its coefficient
+  (moe_loss_weight).
   """
   share_E = jax.lax.stop_gradient(sums.load_E) / jnp.maximum(sums.choices, 1)[..., None]
   mean_E = sums.probs_E / jnp.maximum(sums.tokens, 1)[..., None]

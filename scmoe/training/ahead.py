@@ -74,7 +74,8 @@ class Ahead:
     self._child: Quiet | None = None
     self._plan, self._begun = Plan(), 0.0
     self._turn = 0  # the last turn for which nothing more is to be begun
-    # Meshes, (processes, data, expert), whose steps this start has trained with or compiled.
+    # Meshes, (processes, data, expert), for which this member has compiled, or with which it has
+    # trained as the first member.
     self._known: set[tuple[int, int, int]] = set()
 
   def tick(self, plan: Plan, me: Member, pid: int, there: int) -> None:

@@ -166,7 +166,7 @@ def from_all_processes(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _slurm(environment: Mapping[str, str]) -> Cluster | None:
-  """The processes of a SLURM step, one for each task; None outside SLURM or for one task.
+  """The processes of a SLURM step, one for each task; None outside a step or for one task.
 
   The coordinator is the first node of the step (127.0.0.1 if it has one node only). Its port
   follows from the job's number, so that neighbouring jobs have different ports.

@@ -7,7 +7,7 @@
 
 The host updates moments and lower halves layer by layer (`scmoe.training.host_update`). Here they
 lie in a file: threads read a layer's while the layers before are updated, and write the new ones
-behind the update, also beside the next step. So memory holds those of a few layers.
+behind the update, also beside the next step. So the host's memory holds those of a few layers.
 
 The file has no name. It belongs to the process that made it, and the operating system frees it when
 that process ends, in whatever way. So no later process can read a state that a killed step has
@@ -33,7 +33,7 @@ import numpy as np
 from scmoe.base.errors import StorageError
 
 PyTree = Any
-THREADS = 4  # that read and write; one layer has about ten arrays, each read by one of them
+THREADS = 4  # that read and write, each one shard at a time
 _ALIGNED = 64  # bytes; jax's CPU takes arrays without a copy if this divides their address
 
 
@@ -128,6 +128,9 @@ class FileShard:
     room: the file.
     shape, dtype: of the shard.
     values: None for zeros.
+
+  Raises:
+    StorageError: see `Room.take` and `Room.write`.
   """
 
   def __init__(

@@ -90,9 +90,10 @@ def readable(params: PyTree) -> PyTree:
 
 
 def like(params: PyTree, wanted: PyTree) -> PyTree:
-  """Float32 parameters, stored in `Halves` wherever `wanted` has `Halves`.
+  """Parameters with `Halves` in place of the float32 array wherever `wanted` has `Halves`.
 
-  The halves of an array in the host's memory lie where `wanted` has them, stacks whole.
+  Of an array in the host's memory the lower half stays there, also if `wanted` has it in a file,
+  and the upper half goes where `wanted` has it; stacks stay whole.
   """
   found, structure = jax.tree.flatten(
     _changed(Halves.of, params, _where_halves(wanted)), is_leaf=is_halves

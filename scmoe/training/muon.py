@@ -50,8 +50,9 @@ def muon_or(
     other: the rule for parameters that are no matrices.
     beta: decay of the Nesterov momentum.
     rms: root mean square of a matrix's update.
-    specs: PartitionSpecs like the parameters; None: `update` gets whole parameters. If a matrix is
-      split over several devices, each gathers it and keeps its own part of the update.
+    specs: PartitionSpecs like the parameters; None: `update` gets whole arrays. If a matrix is
+      split over several devices, each gathers gradient and momentum, and keeps its own part of the
+      results.
   """
   spec_of = {}
   if specs is not None:

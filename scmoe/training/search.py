@@ -1,9 +1,9 @@
 """Measures variants of a training step in turns, and stays with the fastest.
 
-All candidates compute the same result, so they can be compared by their time. A candidate replaces
-the one kept so far only if it is faster by more than the spread of both (`against`): a difference
-that the next measurement may turn round is no reason to leave what is configured. A caller may ask
-for a margin, too.
+All candidates compute the same result, but for rounding, so they can be compared by their time. A
+candidate replaces the one kept so far only if it is faster by more than the spread of both
+(`against`): a difference that the next measurement may turn round is no reason to leave what is
+configured. A caller may ask for a margin, too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Search:
     on_best: each candidate is applied to the variant that the measurements so far would choose: a
       `Variant` replaces the fields that it gives, a `Change` is called with that variant. False:
       each candidate is applied to the configured variant.
-    rounds: measured steps of each candidate; their medians and spreads decide.
+    rounds: measured steps of each candidate, if several were prepared; their medians and spreads
+      decide.
     seconds: limit of the whole search, compilation included. It decides which candidates are tried;
       those that are tried are always measured to the end.
     most_steps: limit of steps before the choice, in the same sense.
@@ -85,8 +86,8 @@ class Search:
     clock: returns the time in seconds.
 
   Raises:
-    ConfigError: `steps` or a candidate is of another type, there is no candidate, or `rounds` is
-      below 1.
+    ConfigError: `steps`, `candidates`, a candidate or `rounds` is of another type, there is no
+      candidate, or `rounds` is below 1.
   """
 
   def __init__(
@@ -277,8 +278,9 @@ class Search:
   def _plan(self) -> Iterator[tuple[Variant, bool]]:
     """Yields (variant, whether its time counts) for each call, decided after the call before it.
 
-    Prepares the first candidate, and each other for which time and steps are left. Then measures
-    them in turns if there are several, so that drift of the machine's speed affects all alike.
+    Prepares the first candidate, or the first `together`, and each other for which time and steps
+    are left. Then measures them in turns if there are several, so that drift of the machine's speed
+    affects all alike.
     """
     self._began = self._clock()
     if self.together > 1:

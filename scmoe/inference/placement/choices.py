@@ -22,8 +22,8 @@ class Choices(NamedTuple):
     expert_NGTK: int32, the experts of each token, best first; -1 for a choice of a token that is
       padding, and for a choice of a zero expert. Neither sends a row to an expert.
     layer_G: index of the MoE layer of each gating, counted among MoE layers from 0, ascending. Two
-      gatings share a layer with the wiring `dgmoe`, and four with `dgmoe_share`, whose two units
-      have one MoE.
+      gatings share a layer with the wirings `dgmoe` and `dgmoe_repeat`, and four with
+      `dgmoe_share`, whose two units have one MoE.
     num_experts: E, experts that compute in each layer.
   """
 
@@ -68,7 +68,7 @@ def record(model: Any, batches: Iterable[Any], reading: Reading) -> Choices:
     reading: how the model reads, with the run's router state.
 
   Raises:
-    ConfigError: there are no batches.
+    ConfigError: there are no batches; or see `reading.begin`.
   """
   trunks = reading.trunks(model)
   gatings = len(Layout(trunks).gatings)

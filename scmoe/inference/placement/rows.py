@@ -32,9 +32,9 @@ class Rows(NamedTuple):
       exchange that sent such a token to each of these devices once would send `receivers` rows for
       it on average.
     apart: share of pairs of experts that lie on different devices, of all pairs that a token forms
-      of its experts in a layer's last gating and those in the next layer's first; NaN with one
-      layer. With one expert per token it is how often a token travels in ExFlow, where it stays
-      with its last expert.
+      of its experts in a layer's last gating and those in the next layer's first; NaN without
+      such a pair, as with one layer. With one expert per token it is how often a token travels in
+      ExFlow, where it stays with its last expert.
   """
 
   away: float

@@ -46,7 +46,7 @@ def expert_ffn_reference(
   """`expert_ffn` without fp8, in float32 or wider, and with a result of that type.
 
   Every expert computes every row. A copy then picks the result of its own expert, and a row's
-  copies are weighted and added up.
+  copies are added up, weighted if the layout has weights.
   """
   kind = get_activation(activation)
   wide = lambda a: a.astype(jnp.promote_types(rows.dtype, jnp.float32))

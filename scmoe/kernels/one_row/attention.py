@@ -42,8 +42,8 @@ _MOST_SHARED = 8  # most heads of queries whose projections one CTA finishes
 def cache_length(length: int, dtype: Any, width: int) -> int:
   """Positions to allocate for a cache that must hold `length` of them.
 
-  They are `length` rounded up to a multiple of 64 where `resolve_backend` finds kernels for the
-  dtype and the width of a head, else `length` itself.
+  They are `length` rounded up to a multiple of 64 where `resolve_backend` finds that the device has
+  kernels for the dtype and the width of a head, else `length` itself.
   """
   if resolve_backend("auto", dtype, width) != "mosaic_gpu":
     return length
@@ -302,7 +302,7 @@ def attend_partial(
 
   Args:
     own: the token's projections, for which `takes_partial` is True.
-    k_TKN, v_TKN: the cache, without the token; all its values must be finite.
+    k_TKN, v_TKN: the cache, without the token; v_TKN must be finite at all positions.
     position: int32 [1], of the token.
     scale: factor of the scores.
     window: positions that the token sees, itself included; 0: all.

@@ -1,9 +1,10 @@
 """Fits the norm of a new shortcut, so that experts read nearly what they read before.
 
 A source model and the model that was made from it (`scmoe.pretrained.upcycle`) have the same
-experts, which read different values. Scale and bias of the norm before the new model's experts are
-fitted by least squares, channel by channel: its output comes as close as they can bring it to what
-the same experts read in the source, in the mean of the squares over all tokens.
+experts, which read different values. Scale and bias (an RMSNorm has no bias) of the norm before the
+new model's experts are fitted by least squares, channel by channel: its output comes as close as
+they can bring it to what the same experts read in the source, in the mean of the squares over all
+tokens.
 
 Both models run pair by pair, on one device, and the new model's pairs read the source's residual
 stream. So the values that are compared differ only by where the experts read.

@@ -49,9 +49,9 @@ class Probe:
       and f in the next; NaN if the next one has other tokens (a later stage of a Swin).
     entropy_G: mean entropy of a token's probabilities, divided by ln E.
     confidence_G: mean of a token's largest probability.
-    repeated_G: share of tokens whose best expert, by logit, is the one that the layer's earlier
-      gating chose; with the wirings that forbid this (`Wiring.distinct`) such a token gets its
-      second-best expert. NaN for a layer's first gating.
+    repeated_G: share of tokens whose best expert, by logit, is their first choice in the layer's
+      earlier gating; with the wirings that forbid this (`Wiring.distinct`) such a token visits
+      another expert. NaN for a layer's first gating.
     as_current_G: share of tokens whose best expert, by logit, stays the same if the gate reads the
       current representation instead of the shortcut; NaN for gatings that read the current
       representation, and for `farskip`, whose shared expert reads the same value as the gate.

@@ -154,7 +154,7 @@ class TokenAttention(Attention):
     """Writes the token's key and value into the cache, attends, and applies the output projection.
 
     One kernel does the first two. A second one computes the output projection, if it supports the
-    sizes; else XLA does. Returns the attention's output, [1, 1, D], and the cache.
+    sizes and the type; else XLA does. Returns the attention's output, [1, 1, D], and the cache.
     """
     y, k_TKN, v_TKN = kernel.attend_partial(
       own,
@@ -237,8 +237,8 @@ class TokenUnit(Unit):
 class TokenMoE(MoE):
   """A `MoE` of one token: one kernel, if it can, computes the token's norm and the gate's product.
 
-  If no kernel supports the gate, or the call has a mask, gate noise or an expert to avoid, norm and
-  product are computed one after the other.
+  If no kernel supports the gate, or the call has a mask, a random key or an expert to avoid, norm
+  and product are computed one after the other.
   """
 
   def route(
@@ -279,7 +279,7 @@ class GateOfSums:
 def _gate_under_norm(row: Normalised, gate: Any) -> PartialLogits | None:
   """The normalised token and the partial sums of its logits, from one kernel, or None.
 
-  It is None unless the gate is a `LinearGate` and the kernel supports its sizes and runs here.
+  It is None unless the gate is a `LinearGate` and the kernel takes it and the token and runs here.
   """
   if not isinstance(gate, LinearGate):
     return None

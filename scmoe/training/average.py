@@ -1,9 +1,9 @@
 """An exponential moving average of the weights (EMA), in float32.
 
-The weights of k steps ago count decay^k times as much as the last ones, so the last 1 / (1 - decay)
-steps make up about two thirds of it. In the first 9 / (1 - decay) steps decays are smaller
-(`Average.decay_at`), so there the last ninth of the steps does. The average is less noisy than the
-last step's weights. No training step computes its gradients with it.
+After the first steps, in which decays are smaller (`Average.decay_at`), the weights of k updates
+ago count decay^k times as much as the last ones: with a decay of 0.999 the last 1,000 updates make
+up 63 % of the average. It is less noisy than the last step's weights. No training step computes its
+gradients with it.
 """
 
 from __future__ import annotations

@@ -36,10 +36,11 @@ def _survey(leaves: list[Array]) -> tuple[Array, Array]:
 def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
   """Fingerprints (8 hexadecimal digits) of arrays, and whether each is finite throughout.
 
-  The devices that hold an array compute both. For an array in the host's memory the host does, one
-  array after the other; but if it is a scalar, or of a type outside `_EXPONENTS` and `_INTEGERS`
-  (such as bool or complex64), its devices get a copy of it. Processes that divide an array in the
-  host's memory each read their own shards of it. With several processes all must call this.
+  The devices that hold an array compute both. For an array in the host's memory the host does
+  (its devices if JAX has no CPU), one array after the other; but if it is a scalar, or of a type
+  outside `_EXPONENTS` and `_INTEGERS` (such as bool or complex64), its devices get a copy of it.
+  Processes that divide an array in the host's memory each read their own shards of it. With several
+  processes all must call this.
   """
   found = {i: _walked(leaf) for i, leaf in enumerate(leaves) if _is_walked(leaf)}
   if parted := [i for i in found if not leaves[i].is_fully_addressable]:
@@ -73,8 +74,9 @@ def _on_device(x: Any) -> Any:
 # -- large arrays on a CPU, and arrays in the host's memory ----------------------------------------
 # On a CPU, XLA writes the mixed words to memory before it adds them: twice the size of a bfloat16
 # array. That takes ten times as long as a loop over blocks that stay in registers, so large arrays
-# there are read in such blocks. So are arrays of any size, except scalars, in the host's memory
-# (`scmoe.training.host_arrays`). Both hold for the types of `_EXPONENTS` and `_INTEGERS` only.
+# there are read in such blocks if one process has all of their devices. So are arrays of any size,
+# except scalars, in the host's memory (`scmoe.training.host_arrays`). Both hold for the types of
+# `_EXPONENTS` and `_INTEGERS` only.
 
 # The least number of elements of an array on a CPU that is read in blocks.
 _WALKED = 2**20

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 
 # A layer has collapsed if more than the share DEAD of its E experts get no token, or if its
-# diversity, which is exp(entropy of the load) / E, is below DIVERSITY.
+# diversity, which is exp(entropy of the load) / E, is below DIVERSITY. E counts computing experts
+# only, no zero experts.
 DEAD = 0.25
 DIVERSITY = 0.3
 

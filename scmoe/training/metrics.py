@@ -1,7 +1,8 @@
 """Outputs of a run that stay: metrics.jsonl, TensorBoard, trackers, router files.
 
 The record of a run is metrics.jsonl (`MetricsFile`): a line that cannot be written is kept and
-written later. Any other output that fails may lack figures from then on; the run goes on.
+tried again with the next. Any other output that fails may lack figures from then on; the run goes
+on.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Sink(Protocol):
 
     Args:
       step: its number.
-      scalars: values by name, such as `train/loss`; some may be lists, infinite or NaN.
+      scalars: values of any kind by name, such as `train/loss`.
     """
     ...
 
@@ -58,7 +59,7 @@ class MetricsFile:
     resumed_step: lines of later steps, which are about to be done again, and broken lines are
       removed at once.
 
-  A line that cannot be written (full disk) is kept in memory and written with the next.
+  A line that cannot be written (full disk) is kept in memory and tried again with the next.
 
   Raises:
     StoredError: the file is there and cannot be read.

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-MOST_LOGPROBS = 20  # largest `Request.logprobs`: a program finds this many tokens for every row
+# Largest `Request.logprobs`. A program with `Needs.logprobs` finds this many tokens for every row,
+# or the whole vocabulary if that is smaller.
+MOST_LOGPROBS = 20
 
 
 class Needs(NamedTuple):
@@ -27,7 +29,7 @@ class Needs(NamedTuple):
   Attributes:
     noise: draws at temperatures above 0.
     filters: top-k and top-p; they need `noise`.
-    logprobs: log-probabilities.
+    logprobs: log-probabilities of the drawn and of the most probable tokens.
   """
 
   noise: bool = False
@@ -86,7 +88,7 @@ def draw(logits_BV: Float[Array, "B V"], rows: Draws, needs: Needs) -> Drawn:
   Args:
     logits_BV: float32.
     rows: how each row draws.
-    needs: the parts that some row needs; static.
+    needs: the parts to compute; static.
   """
   token_B = logits_BV.argmax(-1).astype(jnp.int32)
   if needs.noise:

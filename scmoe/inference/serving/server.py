@@ -67,7 +67,7 @@ class _Results:
     logprob_RC: row r is about the piece of a prompt in row r of the program. [r, c] is the
       log-probability of the token that follows the piece's c-th token, counted from 0: of a piece
       that begins at position 16 of its prompt, [r, 0] is that of the prompt's token 17. None if no
-      request in the program asked for them.
+      request of `pieces` asked for them.
     pieces: the pieces that `logprob_RC` is about; columns beyond a piece's tokens mean nothing.
   """
 
@@ -96,7 +96,8 @@ class Server:
     model: a trained model.
     slots: most requests that are decoded together, on the whole mesh; rounded up to a multiple of
       the mesh's parts. A part is one index on all axes but `tensor`.
-    page_tokens: tokens of a page; rounded up where a kernel needs it.
+    page_tokens: tokens of a page; at most the model's context, but rounded up where a kernel needs
+      it.
     pages: pages of each part; 0: as many as all its slots need for texts as long as the model's
       context, or fewer if `cache_bytes` holds fewer.
     cache_bytes: if `pages` is 0, memory of each device for pages. 0: 0.9 of what is free beside
@@ -256,9 +257,9 @@ class Server:
     """Adds a request; returns its number, which its answer has as `id`: 0 for the first request.
 
     The first request with a temperature above 0, the first that then uses top-k or top-p, and the
-    first that wants log-probabilities of new tokens make XLA compile programs that do this. From
-    then on all turns use these programs. The log-probabilities of a prompt's own tokens are
-    computed only in turns that read the prompt of a request that wants them.
+    first that wants log-probabilities of new tokens make XLA compile programs that do this, unless
+    `warm` has. From then on all turns use these programs. The log-probabilities of a prompt's own
+    tokens are computed only in turns that read the prompt of a request that wants them.
 
     Args:
       prompt: token ids.

@@ -4,7 +4,7 @@
 
 Without a bias, the weighted output of a row is Y = s · (A @ down) = A' @ down, where s is the row's
 weight and A' = s·A. The kernel computes one product, dA' = dY @ down.T, and all that needs dA'
-while it is in registers. In its epilogue it loads the pre-activations H, recomputes A from them,
+while it is in registers. In its epilogue it reads the pre-activations H, recomputes A from them,
 and stores A' (for the down weights' gradient), dH, and for each row and column tile a share of
 ds = ⟨dA', A⟩. So the forward pass keeps neither A nor the experts' output (SonicMoE, arXiv
 2512.14080).
@@ -181,7 +181,7 @@ class _Shape:
     parts: how many pre-activations there are.
     activation: in its form for kernels.
     gathers: whether the producer gathers dy.
-    dtype: type of the operands and of the results but ds.
+    dtype: type of dy, the down matrices and the pre-activations, and of the results but ds.
   """
 
   tiling: Tiling

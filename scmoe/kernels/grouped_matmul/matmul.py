@@ -43,9 +43,9 @@ def grouped_matmul(
 ) -> jax.Array:
   """Ragged matrix product: each group of rows times its own matrix, plus its own bias if given.
 
-  The counterpart of `jax.lax.ragged_dot(lhs, rhs, group_sizes)`. By kernels or XLA, the cost of the
-  product and of the gradients of lhs and rhs does not grow with the number of groups, but for
-  padding to whole tiles.
+  The counterpart of `jax.lax.ragged_dot(lhs, rhs, group_sizes)`. By kernels or XLA, the arithmetic
+  of the product and of the gradients of lhs and rhs does not grow with the number of groups, but
+  for padding to whole tiles.
 
   Args:
     lhs_MK: rows, sorted by group: the first `group_sizes[0]` belong to group 0, and so on.

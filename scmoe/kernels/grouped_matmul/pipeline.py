@@ -54,8 +54,8 @@ class Tiling:
     stages: stages of the ring.
     pingpong: whether each consumer has its own tile.
     band: row tiles that are walked together, to reuse operands in the L2 cache.
-    store_buffers: buffers in shared memory that each consumer stores through; one instead of two
-      can leave room for another stage.
+    store_buffers: buffers in shared memory that each consumer stores through, and in
+      `down_backward` loads through; one instead of two can leave room for another stage.
     pair: "": CTAs work alone. "rows": two CTAs work on neighbouring row tiles of one column tile
       and share the columns' operand (rhs), unless their groups differ. "cols": two CTAs work on
       neighbouring column tiles of one row tile and share the rows' operand (lhs).
@@ -228,8 +228,8 @@ class _Producer:
   def one_tile(self, i: Any, carry: Any) -> Any:
     """Starts all copies of a tile. The carry: next stage, stages filled so far, coordinates."""
     *carry, where = carry
-    # The next tile is located now: that takes divisions and a read of global memory, for whose
-    # result this tile does not wait.
+    # The next tile is located now: that may take divisions and reads of global memory, for whose
+    # results this tile does not wait.
     upcoming = self.cta.locate_clipped(i + 1)
     consumer = lax.rem(i, jnp.int32(CONSUMERS))
     step = functools.partial(self.one_step, where, consumer)
@@ -404,7 +404,7 @@ def launch(body, operands: Any, out_type: Any, tiling: Tiling, num_sms: int):
     operands: tree of arrays; None for an operand that is absent.
     out_type: tree of `jax.ShapeDtypeStruct`.
     tiling: the launch's tile shape.
-    num_sms: CTAs of the launch.
+    num_sms: CTAs of the launch, but whole pairs of them where CTAs form pairs (`num_workers`).
 
   Returns:
     A function of the operands' leaves that gives the outs' leaves.

@@ -300,7 +300,7 @@ class _Cta:
       plgpu.wgmma(accumulator, lhs, ring.at[stage])
 
   def store(self, where: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
-    """Rounds the sums and stores them."""
+    """Casts the sums to the type of the results and stores them."""
     shape = self.shape
     group, row_tile, col_tile, _, _ = where
     results = [acc[...] for acc in accumulators]

@@ -42,7 +42,7 @@ def put_rows(
   it needs memory, and keeps those with places in its own result.
 
   Args:
-    x_MD: this device's rows; on Hopper of sizes that the kernel `takes`.
+    x_MD: this device's rows. On Hopper the bytes of a row, K and W are such as the kernel `takes`.
     place_MK: int32, the place of each copy; a number outside [0, W·R) is no place.
     num_rows: R.
     axis: the mesh axis.

@@ -14,8 +14,8 @@ class Kind:
   """One kind of transport, as the checks of a run, the step and `make_transport` ask about it.
 
   Attributes:
-    drops: whether an expert has a capacity (`dispatch.capacity_factor`), and choices beyond it are
-      dropped.
+    drops: whether an expert has a capacity (unless `dispatch.capacity_factor` is 0), and choices
+      beyond it are dropped.
     in_rounds: whether rows travel in rounds of fixed size (`dispatch.slack`), so that some rows may
       need overflow rounds (`dispatch.overflow`).
   """

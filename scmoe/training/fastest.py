@@ -45,7 +45,8 @@ from scmoe.training.variants import Change, StepVariants, Variant, parse_candida
 PROFILES = "profile_guided"
 # Arguments of `Search` for `overlap.schedule=auto`: `most_steps` (on the cut), `rounds`, `margin`.
 MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01
-# In a run of one process, XLA compiles one candidate for each four CPU cores at the same time.
+# On the cut of a run of one process, XLA compiles one candidate for each four CPU cores at the same
+# time.
 CORES = 4
 
 
@@ -58,8 +59,8 @@ class Searchable(Protocol):
       compares it.
     mesh: the devices that the step runs on.
     objective, optimizer: see `scmoe.training.step`.
-    candidates: tried by `overlap.schedule=auto`: variants, and functions that make one from the
-      fastest so far (`Change`). The first is `Variant()`, the step as configured.
+    candidates: tried by `overlap.schedule=auto`: variants, and functions that make one from another
+      (`Change`). The first is `Variant()`, the step as configured.
   """
 
   @property
@@ -195,7 +196,8 @@ def fastest_step(
     gpu, collect, say: see `GuidedStep`.
     same_transport: leave out candidates that change `dispatch.transport`, so that steps of several
       wirings can be compared.
-    measures: False: if no decision was kept, the step is that of the run as configured.
+    measures: False: if there are several candidates and no kept decision can be used, the step is
+      that of the run as configured.
 
   Raises:
     ConfigError: `train.tune` is malformed, or a candidate whose step is made here does not fit the
@@ -205,8 +207,8 @@ def fastest_step(
   steps, tuned = StepVariants(make), parse_candidates(built.train.tune)
   searches = built.overlap.search_seconds > 0
   candidates: Sequence[Variant | Change] = tuned
-  # With auto and `train.tune` one search tries both: first the user's candidates, then those of
-  # auto, each applied to the fastest so far.
+  # With auto and `train.tune` one search tries both: the run as configured, the user's candidates,
+  # and then auto's others.
   if searches:
     first, *others = built.candidates
     candidates = (first, *(tuned if built.train.tune else ()), *others)

@@ -173,7 +173,10 @@ class GuidedStep:
     return out
 
   def named_program(self) -> Program:
-    """The program, recompiled without CUDA graphs if these hide its operations from a profile."""
+    """The program, recompiled if its CUDA graphs hide its operations from a profile.
+
+    The recompiled one has neither CUDA graphs nor measured latencies.
+    """
     assert self.program is not None, "not compiled yet"
     plain = self.overlap.compiler_options(gpu=self.gpu, profiling=True)
     if plain == self.overlap.compiler_options(gpu=self.gpu):

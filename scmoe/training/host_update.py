@@ -5,11 +5,12 @@
     host                | update 0  | update 1  | update 2  | update 3 |
     arrives                         | new 0 |     new 1     ...
 
-Streaming moves a layer's moments to the device and back, 10 bytes a parameter each way with lower
-halves. Here the moments stay. A layer's gradients leave the device, 4 bytes a parameter, and with
-them the parameters as the device stores them (upper halves, 2 bytes, or float32) and their average,
-if there is one. The host runs the same update on jax's CPU and sends the new parameters and average
-back. So less travels, but the host's memory is slower than the device's.
+Streaming moves a layer's moments to the device and back: if they are float32, 10 bytes a parameter
+each way with lower halves. Here the moments stay. A layer's gradients leave the device, 4 bytes a
+parameter, and with them the parameters as the device stores them (upper halves, 2 bytes, or
+float32) and their average, if there is one. The host runs the same update on jax's CPU and sends
+the new parameters and average back. With such moments and halves less travels, but the host's
+memory is slower than the device's.
 
 The step is one program up to the norm of all gradients: no layer can be updated before it is known
 whether the step is good and by how much gradients are clipped. After that program Python goes from
@@ -205,6 +206,9 @@ class HostStep:
 
     The scalars have `update_seconds` too: the seconds that the host's part took, once the norm of
     the gradients was known.
+
+    Raises:
+      StorageError: the file of moments cannot be read or written.
     """
     state = self._parts.keeping(state)
     passage = self._passage(state)
@@ -227,7 +231,7 @@ class HostStep:
     return dataclasses.replace(rest, **parts), scalars, arrays
 
   def _passage(self, state: Any) -> Passage:
-    """The `Passage` of a step; with files it begins to read the first layers beside the program."""
+    """The `Passage` of a step; it begins to read the first `ahead` layers if they lie in a file."""
     parts = {name: getattr(state, name) for name in PARTS}
     values = jax.tree.leaves(parts, is_leaf=is_apart)
     members = lambda layer: self._parts.members(layer, self._parts.away)

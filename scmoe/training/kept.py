@@ -1,10 +1,10 @@
 """Arrays of the state that the host keeps and updates itself (`mesh.moments_update=host`).
 
 They lie in ordinary memory, as arrays of jax's CPU, which an update there changes in place, or in a
-file (`scmoe.training.filed`). Devices that hold the same shard of every array share one copy: on
-eight data ranks with `mesh.shard_state` none the host keeps each moment once. If the ranks
-partition the embedding, no two of them hold the same shards, and the host keeps each moment of all
-other parameters eight times.
+file (`scmoe.training.filed`). Devices of a process that hold the same shard of every array share
+one copy: for eight data ranks with `mesh.shard_state` none the process keeps each moment once. If
+the ranks partition the embedding, no two of them hold the same shards, and it keeps each moment of
+all other parameters eight times.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def kept(leaf: Any, like: Any, groups: Groups) -> Any:
 
   Raises:
     ConfigError: as `cpu`.
-    StorageError: as `Room.take`.
+    StorageError: the file cannot be made or written, or the disk has too little room.
   """
   if is_apart(leaf):
     return Apart(tuple(kept(*pair, groups) for pair in zip(leaf.parts, like.parts)))

@@ -94,7 +94,8 @@ class Trainer:
       DataError: the data ended, are not those of the checkpoint, or metrics.jsonl is unreadable.
       CheckpointError: there are checkpoints but all are damaged, a later version of scmoe wrote
         one, or the position in the data that it stores cannot be used.
-      StorageError: the workdir cannot be written, or too many saves in a row failed.
+      StorageError: the workdir cannot be written, too many saves in a row failed, or the file of
+        moments (mesh.moments_in=files) cannot be made, read or written.
       NonFiniteError: more than train.max_skipped_in_row steps in a row were skipped (a loss or
         gradient was not finite, or a spike), or one was a spike with train.spike_action=stop; or a
         state that was to be saved is not finite.
@@ -296,7 +297,7 @@ class Run:
   def finish(self) -> TrainState:
     """Saves; raises `Preempted` if the run was stopped, or else evaluates, samples and sums up.
 
-    An evaluation or a sample that the last step has already is not repeated.
+    An evaluation that the last step has already, from an earlier start, is not repeated.
 
     Returns:
       the final state, as a checkpoint holds it.
@@ -381,6 +382,7 @@ class Run:
       ConfigError: a candidate of `train.tune` does not fit the run.
       DataError: the data ended.
       NonFiniteError: as `flush`.
+      StorageError: the file of moments (mesh.moments_in=files) cannot be read or written.
     """
     self.profile()
     self.arm("step", allowance=self.step_fn.compiles_next)

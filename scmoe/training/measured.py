@@ -11,8 +11,8 @@ balanced router does not cause. For `gpt2_moe_medium` with 4 layers over a slow 
 So the embeddings of tokens, and of the patches of images, are `SPREAD` times as large as a run
 initialises them. What tells tokens apart then outweighs what their sequence adds, and the loads of
 experts come out as even as those of a trained router: the fullest of 16 experts gets 1.2 to 1.4
-times the mean load in every block instead of up to 2.3 times. The timed steps hardly change that:
-each is step 0 of the run, and a warm-up begins with its smallest learning rate.
+times the mean load in every block instead of up to 2.3 times. In a run with a warm-up the timed
+steps hardly change that: each is step 0, which has the smallest learning rate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Spikes: steps whose loss or gradient norm is far above that of the steps before.
 
 A bad batch can undo days of training in one step. So the step compares before it updates: a loss or
-norm above mean + sigma · standard deviation of the last `WINDOW` good steps skips the step, as a
-value that is not finite does (OLMo's skip-step optimizer; `train.spike_sigma`). The deviation is
-taken as `FLOOR` · |mean| at least. No step is compared before there are `LEAST` good ones.
+norm above mean + sigma · standard deviation of the good steps so far, at most the last `WINDOW` of
+them, skips the step, as a value that is not finite does (OLMo's skip-step optimizer;
+`train.spike_sigma`). The deviation is taken as `FLOOR` · |mean| at least. No step is compared
+before there are `LEAST` good ones.
 """
 
 from __future__ import annotations

@@ -5,14 +5,15 @@
     update            |0|       |1|       |2|       |3|
     leaves            | store 0 | store 1 | store 2 | store 3 |
 
-A layer's moments, and its parameters' lower halves if there are some (`scmoe.training.masters`),
-come while the layer before it leaves; the link carries both directions at once. Barriers say so to
-XLA: with `ahead` = 1 the fetch of layer 2 and the store of layer 1 begin together, when layer 0 is
-stored and layer 1 updated, so that the device holds the moments of at most two layers. Without
-barriers around each such pair XLA waits for one copy before it starts the next. No fetch begins
-before the norm of all gradients is known: no layer can be updated without it, and until then the
-memory belongs to the backward pass. With `ahead` = 0 the fetch of each layer waits for the store of
-the layer before, so the two do not run side by side.
+A layer's moments, its parameters' lower halves if there are some (`scmoe.training.masters`), and
+with `mesh.experts_in=host` its experts' parameters and gradients, come while the layer before it
+leaves; the link carries both directions at once. Barriers say so to XLA: with `ahead` = 1 the fetch
+of layer 2 and the store of layer 1 begin together, when layer 0 is stored and layer 1 updated, so
+that the device holds the moments of at most two layers, beside those that stay on it
+(`mesh.moments_kept`). Without barriers around each such pair XLA waits for one copy before it
+starts the next. No fetch begins before the norm of all gradients is known: no layer can be updated
+without it, and until then the memory belongs to the backward pass. With `ahead` = 0 the fetch of
+each layer waits for the store of the layer before, so the two do not run side by side.
 
 Parameters beside the stacks, such as the embedding, are updated first, as one more layer.
 Source of the scheme: vertical prefetch of SE-MoE (arXiv 2205.10034).
@@ -55,14 +56,15 @@ class OnHost:
   Attributes:
     ahead: number of layers whose moments are fetched while the layers before them are updated and
       stored; 0: each layer's moments are fetched when the layer before has been stored. If the host
-      computes the update, the gradients of so many layers leave the device before their turn.
+      computes the update, the gradients of so many layers leave the device before their turn, and
+      moments in a file are read so early.
     kept: number of each stack's last layers whose moments and lower halves stay on the device; at
       least the first layer's leave it.
     computes: whether the host computes the update (`scmoe.training.host_update`), so that moments
       and lower halves never leave the host.
     folder: of the file in which these lie if the host computes the update; "": they lie in memory.
-    experts: type in which the model reads experts, if their parameters lie in the host's memory
-      too, for the pass and for the update (`scmoe.models.fetched`); "": they lie on the device.
+    experts: type in which the model reads experts, if their matrices lie in the host's memory too,
+      for the pass and for the update (`scmoe.models.fetched`); "": these lie on the device.
   """
 
   ahead: int = 1
@@ -117,10 +119,11 @@ def updated_by_layer(
   Args:
     update: updates one layer. It sees the whole trees with `ABSENT` in place of other layers'
       arrays; arrays of a stack are [1, ...]. What it returns has `ABSENT` there too.
-    grads: this device's gradients, stacks whole or `Sent`; those are fetched with the moments.
+    grads: this device's gradients, stacks whole or `Sent`; a `Sent` is fetched with the moments.
     state: `params`, `opt_state` and `average` in the manual region. Arrays in the host's memory,
       those in `Apart`s too, are fetched and stored; stacks in the device's memory are updated in
-      place. Arrays of `opt_state` in the device's memory are counters: every layer sees them.
+      place. Arrays of `opt_state` that are wholly in the device's memory are counters: every layer
+      sees them.
     how: how many layers are fetched ahead.
     norm: global norm of all gradients, float32 []; every fetch waits for it.
   """
@@ -191,7 +194,7 @@ def _filled(like: PyTree, own: list[Any]) -> PyTree:
 
 @dataclasses.dataclass
 class _Slot:
-  """One array of the state, whose layers change one after the other.
+  """One array of the state, whose layers change one after the other, or of the gradients.
 
   Attributes:
     stack: name of its stack, or "".
@@ -250,7 +253,7 @@ class _Slot:
     return jax.device_put(new, jax.memory.Space.Host)
 
   def keep(self, new: Any, layer: Layer) -> None:
-    """Replaces the layer's array in `value` by `new`; does nothing if the slot has none of it.
+    """Replaces the layer's array in `value` by `new`; does nothing if the slot has no such array.
 
     A shared array keeps its old value here, so that the layers that follow see the old value, too.
     """

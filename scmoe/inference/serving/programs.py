@@ -1,6 +1,7 @@
 """A server's programs: one makes the caches, one adds a token to slots, one also reads prompts.
 
-The last two have few shapes: rows without work are masked, visit no expert and write to no page.
+The last two have few shapes: rows without work are masked, visit no routed expert and write to no
+page.
 The last one passes the tokens of slots and prompts through the model together, so that it reads the
 weights once (Sarathi-Serve, arXiv 2403.02310). Only attention is computed for each apart. The
 attention caches are a pool of pages (`scmoe.layers.pages`), which both update in place. On a

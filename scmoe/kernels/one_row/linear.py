@@ -100,8 +100,8 @@ def products(
     For each matrix [..., N] in the dtype of x, added up in float32; [1, N] for a computed row.
 
   Raises:
-    ValueError: for sizes that the kernel takes, the backend is unknown or "mosaic_gpu" cannot take
-      the type of x.
+    ValueError: the backend is unknown, or "mosaic_gpu" cannot take the type of x. Not raised if the
+      shapes do not fit the kernel, or a matrix has another type than x: the result is then None.
   """
   sums_PN = sums(row, matrices, backend=backend)
   if sums_PN is None:

@@ -124,9 +124,10 @@ def stream(
 
   Raises:
     ConfigError: when the first tokens are asked for: an argument is of another type, `prompts` is
-      not a list of lists of integers, there is no prompt or an empty one, an id is outside the
-      vocabulary, `max_new_tokens` is below 1, prompt and new tokens are longer than the model's
-      context, or `offload` does not fit the memory that the experts are in.
+      not a list or tuple of lists, tuples or 1-D NumPy arrays of integers, there is no prompt or an
+      empty one, an id is outside the vocabulary, `max_new_tokens` is below 1, prompt and new tokens
+      are longer than the model's context, or `offload` does not fit the memory that the experts are
+      in.
   """
   check_type("model", model, GPT)
   check_type("sampling", sampling, Sampling)
@@ -209,7 +210,7 @@ class Static:
   deterministic: bool = False
 
   def compiler_options(self) -> dict[str, Any]:
-    """XLA's options for prefill and decoding; `deterministic` adds those for one order of sums."""
+    """XLA's options for these programs; `deterministic` adds those for one order of sums."""
     return _COMPILED | (_ONE_ORDER if self.deterministic else {})
 
 

@@ -1,4 +1,4 @@
-"""Places arrays of the state in the host's memory (`mesh.moments_in`), layer by layer.
+"""Places arrays of the state in the host's memory (`mesh.moments_in`, `mesh.experts_in`), by layer.
 
 In a step only the update reads the optimizer's moments and every `Halves.low`
 (`scmoe.training.masters`). They can stay in pinned memory of the host, from which a GPU copies at

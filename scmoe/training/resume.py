@@ -49,8 +49,8 @@ SAFE = (
   "checkpoint",
   "distributed",
 )
-# Fields of `model` and `router` that may differ where only parameters are read: they do not decide
-# which function the parameters compute.
+# Fields of `model` and `router` that may differ where only parameters are read: outside training
+# they do not decide which function of a single document the parameters compute, but for rounding.
 _CHOSEN = {
   "model": ("dtype", "document_mask", "init_std"),
   "router": ("noise", "balance", "balance_over", "balance_loss", "z_loss", "bias_rate",
@@ -60,7 +60,7 @@ _ABSENT = "(not set)"
 
 
 def architecture(config: dict[str, Any]) -> dict[str, Any]:
-  """The fields of `model` and `router` that decide which function the parameters compute."""
+  """The fields of `model` and `router`, without those in `_CHOSEN`."""
   parts = {part: config.get(part) for part in _CHOSEN}
   return {
     part: {name: value for name, value in fields.items() if name not in _CHOSEN[part]}
@@ -70,7 +70,7 @@ def architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_architecture(stored: dict[str, Any], current: dict[str, Any]) -> str:
-  """Says in which fields of `model` and `router` two configurations compute other functions.
+  """Says which fields of `model` and `router`, neither in `_CHOSEN` nor in `SAFE`, differ.
 
   It names the first three fields, and the number of further ones; "" if there are none: then
   parameters of the one can be used with the other.

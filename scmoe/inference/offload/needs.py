@@ -24,7 +24,7 @@ class Workload:
     rows: number of prompts in a batch.
     prompt: number of tokens of each prompt.
     new: number of tokens to add to each prompt.
-    piece: most tokens of a device in a pass that reads prompts; 0: all tokens of all prompts.
+    piece: most tokens of a device in a pass that reads prompts; 0: no limit.
   """
 
   rows: int
@@ -34,7 +34,7 @@ class Workload:
 
   @property
   def read(self) -> int:
-    """The most tokens of a device in a pass that reads prompts."""
+    """The most tokens of a device in a pass that reads prompts; no fewer if devices divide them."""
     whole = self.rows * self.prompt
     return min(self.piece, whole) if self.piece else whole
 
@@ -51,7 +51,8 @@ class Needs:
     moved: bytes of the same matrices in the host's memory, fewer if they are in eight bits.
     experts: number of experts of one pair that belong to a device.
     pairs: number of pairs of the model.
-    caches: bytes of the attention caches of all rows; no less if devices divide the batch.
+    caches: bytes of all rows' tokens in the attention caches, which round up their number of
+      positions; no less if devices divide the batch.
     scratch: bytes of the activations and logits of one pass, estimated: of a prefill, or of a
       decode step if that has more tokens.
   """

@@ -248,8 +248,8 @@ def backward(
 ) -> tuple[jax.Array, FFNWeights, jax.Array]:
   """The gradients of s · y, as `xla.backward`, by kernels.
 
-  `down_backward_product` runs first, then the products for the down weights' gradient, for those of
-  the first layer's weights, and for dx. XLA adds up the gradients of the biases.
+  `down_backward_product` runs first. The products for the down weights' gradient, for those of the
+  first layer's weights and for dx read its results. XLA adds up the gradients of the biases.
   """
   dtype, (_, width, hidden) = x_XD.dtype, weights.up_GDF.shape
   inside = _gathers_inside("down_backward", hidden)

@@ -14,7 +14,9 @@ IMPLEMENTATIONS = ("auto", "grouped", "batched", "block_sparse")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FFNOptions(Options, path="model.ffn"):
-  """Options of every feed-forward network: dense MLP, shared expert and routed experts.
+  """Options of feed-forward networks: dense MLP, shared expert and routed experts.
+
+  `fp8` and `impl` are for routed experts; the dense MLP and the shared expert ignore them.
 
   The configurations of the layers and of the kernels inherit these fields, and a model holds them
   as its section `model.ffn`. So a new option of this kind is a field of this class alone.

@@ -54,18 +54,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files of 14 s and more of a whole run on two cores come first, the longest before the others, so
 # that no worker is left with one in the end.
-LONG = ("test_state_shares", "test_cli", "test_dry_run", "test_wirings", "test_host_moments")
-LONG += ("test_processes", "test_rearranged", "test_mosaic_gpu", "test_mistakes", "test_repeating")
-LONG += ("test_transports", "test_killed", "test_execution", "test_serve")
-LONG += ("test_gradient_reduction", "test_storage", "test_decode", "test_serving")
-LONG += ("test_filed_moments", "test_side_by_side", "test_distillation", "test_offload")
-LONG += ("test_lora", "test_loop", "test_vision", "test_disk", "test_average")
-LONG += ("test_tokens_in_place", "test_layer", "test_own", "test_upcycled_run", "test_profile")
-LONG += ("test_token", "test_causality", "test_files", "test_released", "test_conventions")
-LONG += ("test_extending", "test_positions", "test_sequence_axis", "test_preference")
-LONG += ("test_inference", "test_configs", "test_probe", "test_peft", "test_adding")
-LONG += ("test_multitask_run", "test_prediction", "test_partitioned_embedding", "test_library")
-LONG += ("test_expert_parallel", "test_teacher", "test_docs", "test_experts")
+LONG = ("test_state_shares", "test_cli", "test_processes", "test_mosaic_gpu", "test_host_moments")
+LONG += ("test_rearranged", "test_wirings", "test_repeating", "test_transports", "test_killed")
+LONG += ("test_execution", "test_serve", "test_gradient_reduction", "test_dry_run", "test_mistakes")
+LONG += ("test_storage", "test_decode", "test_serving", "test_filed_moments", "test_side_by_side")
+LONG += ("test_distillation", "test_offload", "test_lora", "test_loop", "test_vision", "test_disk")
+LONG += ("test_average", "test_tokens_in_place", "test_own", "test_upcycled_run", "test_profile")
+LONG += ("test_token", "test_files", "test_released", "test_conventions", "test_extending")
+LONG += ("test_sequence_axis", "test_preference", "test_inference", "test_configs", "test_probe")
+LONG += ("test_peft", "test_adding", "test_multitask_run", "test_prediction")
+LONG += ("test_partitioned_embedding", "test_library", "test_expert_parallel", "test_teacher")
+LONG += ("test_docs",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

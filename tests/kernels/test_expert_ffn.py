@@ -85,7 +85,7 @@ def run(ffn, name, activation="swiglu"):
     both = jax.jit(jax.value_and_grad(lambda x, w: loss(x, w, None), (0, 1), has_aux=True))
     arguments = arguments[:2]
   (_, y), gradients = both(*arguments)
-  return y, gradients, ffn(x, arguments[1], layout)
+  return y, gradients, jax.jit(lambda x, weights: ffn(x, weights, layout))(x, arguments[1])
 
 
 def implementation(word, activation="swiglu"):

@@ -64,11 +64,11 @@ def test_gather_and_sum_match_loops_with_gradients(weighted):
   x = jnp.asarray(rng.normal(size=(tokens, width)), jnp.float32)
   weight = jnp.asarray(rng.normal(size=(tokens, choices)), jnp.float32)
   given = weight if weighted else None
-  x_RD = gather_rows(x, permutation)
+  x_RD = jax.jit(lambda x: gather_rows(x, permutation))(x)
   rows = np.asarray(permutation.row_TK)
   np.testing.assert_array_equal(np.asarray(x_RD)[rows], np.repeat(x[:, None], choices, axis=1))
   assert not np.any(np.asarray(x_RD)[np.asarray(permutation.copy_R) < 0])
-  y = sum_rows(x_RD, given, permutation)
+  y = jax.jit(lambda x_RD: sum_rows(x_RD, given, permutation))(x_RD)
   ones = weight if weighted else np.ones((tokens, choices))
   np.testing.assert_allclose(y, combine_reference(np.asarray(x_RD), ones, rows), rtol=1e-5)
   # Plain autodiff of the dense expression is the oracle of both custom gradients.
@@ -77,7 +77,8 @@ def test_gather_and_sum_match_loops_with_gradients(weighted):
   dense = lambda x, w: jnp.einsum("tk,tkd->td", w, jnp.sin(x)[:, None] * scale[rows])
   plain = lambda x, w: dense(x, jnp.ones((tokens, choices)) if w is None else w)
   dout = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
-  got, want = (jax.vjp(f, x, given)[1](dout) for f in (fast, plain))
+  bars = lambda f: jax.jit(lambda x, w: jax.vjp(f, x, w)[1](dout))(x, given)
+  got, want = bars(fast), bars(plain)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
@@ -85,7 +86,7 @@ def test_gather_and_sum_match_loops_with_gradients(weighted):
 def test_positions_are_counted_in_row_major_order(shape):
   """One block, a few, and so many that their counts are added up in blocks too."""
   ids = np.random.default_rng(0).integers(-1, 6, shape)  # 5 experts; -1 and 5 are none
-  position, count = running_positions(jnp.asarray(ids), 5)
+  position, count = jax.jit(running_positions, static_argnums=1)(ids, 5)
   places, seen = np.asarray(position), np.zeros(5, int)
   for index in np.ndindex(*shape):
     if 0 <= ids[index] < 5:

@@ -56,29 +56,24 @@ SKEWED = [
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_positions_are_those_of_serving_one_by_one(order, groups):
+  @jax.jit
+  def positions(experts, taken, priority):
+    return queue_positions(experts, E, groups, taken, order=order, priority_T=priority)
+
   @settings(max_examples=25, deadline=None)
   @given(routings(), st.lists(st.integers(0, 3), min_size=T, max_size=T), st.integers(0, 2**T - 1))
   def check(experts, ranks, bits):
     mask = np.array([bool(bits >> t & 1) for t in range(T)])
     taken = np.repeat(mask[:, None], K, 1)
     priority = np.array(ranks, np.float32)  # with ties
-    position, count = queue_positions(
-      jnp.asarray(experts),
-      E,
-      groups,
-      jnp.asarray(taken),
-      order=order,
-      priority_T=jnp.asarray(priority),
-    )
+    position, count = positions(experts, taken, priority)
     want = positions_loop(experts, order, priority, mask, groups)
     np.testing.assert_array_equal(np.where(taken, position, -1), want)
     assert count.sum() == mask.sum() * K
 
   check()
   for experts in SKEWED:
-    position, count = queue_positions(
-      jnp.asarray(experts, jnp.int32), E, groups, order=order, priority_T=jnp.ones(T)
-    )
+    position, count = positions(experts.astype(np.int32), None, np.ones(T, np.float32))
     want = positions_loop(experts, order, np.ones(T), np.ones(T, bool), groups)
     np.testing.assert_array_equal(position, want)
     assert count.sum() == T * K
@@ -198,14 +193,18 @@ def test_every_expert_gets_whole_tiles(skew, k):
   if k > 1:
     np.testing.assert_allclose(weight.sum(1)[taken.any(1)], 1, rtol=1e-5)
   # Every form that rows can have carries exactly the choices that are made.
-  x = jnp.ones((tokens, 1))
-  sent = Capacity(tokens).dispatch(x, routing)
-  assert sent.rows[0].sum() == after.sum()
-  assert sent.dropped == 0
-  y = Capacity(tokens).combine(sent)
+
+  @jax.jit
+  def carried(x, routing):
+    sent = Capacity(tokens).dispatch(x, routing)
+    stayed = Local().dispatch(x, routing).layouts[0]
+    return sent.rows[0].sum(), sent.dropped, Capacity(tokens).combine(sent), stayed.group_MK
+
+  sent, dropped, y, stayed = carried(jnp.ones((tokens, 1)), routing)
+  assert sent == after.sum()
+  assert dropped == 0
   np.testing.assert_allclose(y[:, 0], weight.sum(1), rtol=1e-6)
-  stayed = Local().dispatch(x, routing).layouts[0]
-  np.testing.assert_array_equal(np.asarray(stayed.group_MK) < experts, taken)
+  np.testing.assert_array_equal(np.asarray(stayed) < experts, taken)
 
 
 def test_rounding_takes_the_tokens_that_like_an_expert_best():
@@ -246,15 +245,21 @@ def test_few_tokens_and_all_experts(order, sizes):
   tokens, k = sizes
   rng = np.random.default_rng(0)
   x, gate = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((tokens, 3), (3, E)))
-  routing = route(x, gate, RouterConfig(), k=k)
+  rows = capacity(1.0, tokens=tokens, num_experts=E, k=k)
+
+  @jax.jit
+  def there_and_back(x, gate):
+    routing = route(x, gate, RouterConfig(), k=k)
+    transport = Capacity(rows, order=order)
+    y = transport.combine(transport.dispatch(x, routing))
+    surest = routing.probs_TE.max(-1)
+    position, _ = queue_positions(routing.expert_TK, E, order=order, priority_T=surest)
+    return routing, y, position
+
+  routing, y, position = there_and_back(x, gate)
   assert routing.expert_TK.shape == (tokens, k)
   if k == E:
     np.testing.assert_array_equal(np.sort(routing.expert_TK, 1), np.tile(np.arange(E), (tokens, 1)))
-  rows = capacity(1.0, tokens=tokens, num_experts=E, k=k)
-  transport = Capacity(rows, order=order)
-  y = transport.combine(transport.dispatch(x, routing))
-  surest = routing.probs_TE.max(-1)
-  position, _ = queue_positions(routing.expert_TK, E, order=order, priority_T=surest)
   kept = np.asarray(position) < rows
   want = np.asarray(x) * (np.asarray(routing.weight_TK) * kept).sum(1, keepdims=True)
   np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-7)

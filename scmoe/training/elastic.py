@@ -2,10 +2,10 @@
 
 Each process of the launcher is a member: a `Supervisor` that runs the training command as its
 child. A turn is a time in which the same members train together. If a member falls silent or its
-child dies, the others end their children, and the next turn begins from the newest checkpoint, with
-the members that are there, on a mesh for their devices. If a member comes back, or comes late, and
-the mesh would be larger with it, the first member's child is asked to stop: all children save the
-same step and exit with 75, and a turn with that member begins.
+child dies, the others end their children. While restarts are left, the next turn then begins from
+the newest checkpoint, on the largest mesh that fits the members that are there. If a member comes
+back, or comes late, and the mesh would be larger with it, the first member's child is asked to
+stop: all children save the same step and exit with 75, and a turn with that member begins.
 
 Why the children end: a collective whose peer has died does not return with gloo, even with jax's
 recoverable tasks (experiments/LOG.md), and process 0's death ends jax's coordination service.
@@ -140,6 +140,8 @@ class Supervisor:
 
     Raises:
       ConfigError: another process has this member's number, or no mesh fits.
+      OSError: the command cannot be started, no port can be bound for the turn, or the run's lock
+        file cannot be removed.
     """
     self._tell()
     self.others.look()
@@ -422,7 +424,7 @@ def supervise(member: Supervisor) -> int:
   the turn save first. The others go on without it, unless they were told to stop as well.
 
   Raises:
-    ConfigError: as `Supervisor.tick`.
+    ConfigError, OSError: as `Supervisor.tick`.
   """
 
   def ask(number: int, frame: Any) -> None:

@@ -2,7 +2,7 @@
 
 The gradients are those of all microbatches of the step. The tests skip a step whose loss or
 gradients are not finite and, if asked for, a spike. The step runs in one manual region
-(`jax.shard_map`), except an update that the host computes, and a gather of shared parameters
+(`jax.shard_map`), except an update that the host computes, and the gather of the parameters' shares
 behind it (`HostStep`). This module knows no model, only the protocol `Objective`.
 """
 
@@ -124,8 +124,7 @@ class TrainState:
   def placed(self, abstract: TrainState) -> TrainState:
     """This state with the shardings of `abstract`; the state must have no teacher.
 
-    Only arrays with another sharding are copied; a `Kept`, in the host's memory or in a file, stays
-    as it is.
+    Only arrays with another sharding are copied; a `Kept` (`scmoe.training.kept`) stays as it is.
     """
     leaves, structure = jax.tree.flatten(self)
     places = jax.tree.leaves(shardings_of(dataclasses.replace(abstract, teacher=None)))
@@ -250,8 +249,7 @@ def init_state(
     seed: of fresh parameters, and of the random keys of all steps.
     abstract: from `abstract_state`; says where arrays lie, which parameters become `Halves`, and
       which stacks become `Apart`s.
-    params: float32 parameters to begin with, not to be used afterwards, since they may be donated;
-      None: fresh ones from `init`.
+    params: float32 parameters to begin with, which may be donated; None: fresh ones from `init`.
 
   Returns:
     the state, with `teacher` None.
@@ -438,8 +436,7 @@ def _after(
 
   Args:
     state: before the step.
-    changed: parameters, optimizer's state and average after the step; None where the host updates
-      them.
+    changed: parameters, optimizer's state and average afterwards; None if the host updates them.
     router: the router state after a good step.
     optimizer: see `make_optimizer`.
     found: loss, norm, and whether the step is good.

@@ -84,7 +84,7 @@ class Pace:
 
 
 class RepeatingStep(GuidedStep):
-  """The step without loops, with the step that has them for batches that leave rows over.
+  """The step without loops, and the step that has them: to repeat steps, and for bursts (`Pace`).
 
   Called, it waits for the devices and returns a step's final results. A caller with other work to
   do meanwhile uses `begin`, `left_over` and `again` instead, as the training loop does. All

@@ -39,7 +39,7 @@ class Offload:
   Attributes:
     prefill, decode: when experts are copied in each phase; None: they are always on the device.
       Both must be None, or neither.
-    cache_size: number of experts of every pair that a device keeps between decoded tokens; 0: none.
+    cache_size: most experts of every pair that a device keeps between decoded tokens; 0: none.
 
   Raises:
     ConfigError: an argument is of another type, one phase alone is None, or `cache_size` is

@@ -53,6 +53,7 @@ def queue_positions(
 
   Raises:
     ConfigError: T is not a multiple of G, or `order` is unknown.
+    ValueError: `expert_TK` is not an array of integers.
   """
   check_choice("router.compat.order", order, ORDERS)
   tokens, _ = expert_TK.shape

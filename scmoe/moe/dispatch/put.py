@@ -60,8 +60,9 @@ class Put(Dropless):
   """The transport that writes rows straight into the experts' tiles, in the memory of their GPUs.
 
   Methods, rounds and arguments are those of `Dropless`. Only the first round differs: the rows that
-  dispatch returns lie in the experts' tiles already. On a GPU `dispatch` raises a ConfigError if
-  the kernel does not take the rows, the number of choices or that of devices (`_check_rows`).
+  dispatch returns lie in the experts' tiles already. Where the kernel runs (`runs_ptx`), `dispatch`
+  raises a ConfigError if the kernel does not take the rows, the number of choices or that of
+  devices (`_check_rows`).
   """
 
   delivers: ClassVar[bool] = True
@@ -203,7 +204,7 @@ def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, s
 
 
 def _check_rows(x_TD: Array, plan: _Plan) -> None:
-  """Raises ConfigError if, on a GPU, the kernel does not take these rows, choices or devices."""
+  """Raises ConfigError if the kernel runs here but does not take these rows, choices or devices."""
   row_bytes = x_TD.shape[1] * x_TD.dtype.itemsize
   if runs_ptx() and not takes(row_bytes, plan.place_TK.shape[1], plan.ranks):
     raise ConfigError(

@@ -96,7 +96,7 @@ def stream(
 
   The stream ends when all prompts have ended, or after `max_new_tokens` tokens. If the number of
   prompts does not divide evenly over the devices that share the batch (all axes but `tensor`),
-  copies of the last prompt fill it up; their tokens are not returned.
+  copies of the last prompt fill the batch; their tokens are not returned.
 
   Args:
     model: a trained model.
@@ -338,8 +338,8 @@ def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
   [], is the number of new tokens of each row so far; `token_B` is the last token of each row. It
   returns the new tokens int32 [B, steps], the last token of each row, the caches, and the experts
   that each call of a layer requested, or None without a cache of experts. These are bool [pairs,
-  steps · N, E], with N the number of these calls in a pair for each token; on a mesh with data > 1,
-  every position on the data axis has E columns of its own.
+  steps · N, E], with N the number of these calls in a pair for each token; on several devices, each
+  position on the data and sequence axes has E columns of its own.
 
   Args:
     static: see `Static`.

@@ -4,7 +4,8 @@ In a step only the update reads the optimizer's moments and every `Halves.low`
 (`scmoe.training.masters`). They can stay in pinned memory of the host, from which a GPU copies at
 the full speed of its link. A stack's array [L, ...] is then stored as an `Apart` of L arrays
 [1, ...]: XLA copies whole arrays asynchronously, but not slices of them. Checkpoints hold the
-stack, so that they load in every placement. `in_files` marks the arrays that lie in a file instead.
+stack, so that they load in every placement. If the host computes the update, these arrays lie in
+its ordinary memory (`scmoe.training.kept`) or, where `in_files` marks them, in a file.
 
 Bytes a parameter, with AdamW's float32 moments: the device keeps 4 instead of 12, or, where
 parameters are stored in halves, 2. Of a routed expert's matrices it keeps nothing with

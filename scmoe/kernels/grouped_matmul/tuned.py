@@ -1,9 +1,9 @@
 """Tilings that were measured on a user's own GPU, in the files of `python -m scmoe.bench.tune`.
 
 Each kind of device has its own JSON file in the user's cache folder. For products with 2-byte
-results its tilings are preferred to those that the package ships, as long as they are among the
-tilings that `tiles` offers for a product (`variants`). If a file cannot be used, a warning names it
-and the products run without it, perhaps slower.
+operands and results its tilings are preferred to those that the package ships, as long as they are
+among the tilings that `tiles` offers for a product (`variants`). If a file cannot be used, a
+warning names it and the products run without it, perhaps slower.
 """
 
 from __future__ import annotations

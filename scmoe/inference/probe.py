@@ -35,8 +35,8 @@ class Probe:
 
   A gating is one use of a gate; the model has G gatings. A pair is the blocks around one MoE; P
   pairs have experts. Gatings and pairs are in the order in which tokens meet them. E counts zero
-  experts too. Only tokens that count (`Begun.mask_BS`) do so here. Unless an attribute says
-  otherwise, shares and means are over the tokens of all batches at once.
+  experts too. Unless an attribute says otherwise, only tokens that count (`Begun.mask_BS`) do so
+  here, and shares and means are over the tokens of all batches at once.
 
   Attributes:
     gatings: name of each gating, e.g. "layer 1" or "layer 1, preceding".
@@ -56,8 +56,8 @@ class Probe:
       current representation instead of the shortcut; NaN for gatings that read the current
       representation, and for `farskip`, whose shared expert reads the same value as the gate.
     drop_P: share of the choices that were dropped, in each pair: the mean of the batches' shares.
-    shortcut_ratio_P: |output of the routed experts| / |main path|, in each pair: the mean of the
-      batches' ratios.
+    shortcut_ratio_P: |output of the routed experts| / |main path|, in each pair, over all tokens,
+      even those that do not count: the mean of the batches' ratios.
     points: name of each value on the main path, in order. The values are the residual stream before
       each sublayer, "3 in" before layer 3's attention and "3 attention" before its feed-forward
       sublayer; at the end of a Swin's stage, "4 merged"; and at the end, "out". In `farskip` they
@@ -65,7 +65,8 @@ class Probe:
       that of these names, the names are numbers.
     similarity_V: mean cosine between each value on the main path and the next, [points - 1]; NaN
       where a Swin merges four tokens into one between them.
-    alignment_V: linear CKA of the same values (`scmoe.inference.similarity`); NaN there too.
+    alignment_V: linear CKA of the same values, estimated from at most 1,024 tokens of each batch
+      (`scmoe.inference.similarity`); NaN there too.
     entropy_GQ: `entropy_G` of the tokens in each of `PARTS` equal parts of a row, the first tokens
       in part 0; NaN for a part without tokens.
     confidence_GQ: `confidence_G` in the same parts.

@@ -20,8 +20,8 @@ class Routing:
   """Which experts each token of this device visits, with which weights, and all experts' scores.
 
   A *choice* (t, k) is one expert of token t. `route` knows no buffers: the transport decides which
-  row of a buffer a choice gets, and drops choices that find no room. Floats are float32, or float64
-  if the logits are.
+  row of a buffer a choice gets, and what becomes of a choice without room. Floats are float32, or
+  float64 if the logits are.
 
   Attributes:
     expert_TK: int32, the chosen experts, best first. Three exceptions: `router.compat.uniform`

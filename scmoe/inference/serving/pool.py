@@ -9,7 +9,7 @@ FREE_SHARE = 0.9
 
 
 def copied(most: int, layers: int) -> int:
-  """A bound on the tokens or bytes that a step copies at once where no kernel reads pages in place.
+  """Estimates the tokens or bytes that a step copies at once if no kernel reads pages in place.
 
   `scmoe.layers.pages.attend_over` copies the pages of one layer at a time, perhaps those of the
   next one too.

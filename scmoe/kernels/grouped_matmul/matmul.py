@@ -55,7 +55,7 @@ def grouped_matmul(
     preferred_element_type: type of the result; by default the common type of lhs and rhs.
       Products are accumulated in float32 whatever it is (float64 for float64 operands).
     precision: for float32 operands, as in `jax.lax.dot_general`; by default "highest", which does
-      not round them. "default" lets the device use tf32.
+      not round them. "default" lets the device use tf32. The reference ignores it.
     backend: "mosaic_gpu", "xla", "reference", or "auto": the kernels on Hopper, for bfloat16 or
       float16 and for K and N that are multiples of 64, and XLA otherwise.
     num_sms: how many multiprocessors the kernels may use; by default all of them. Leave some to a

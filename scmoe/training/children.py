@@ -107,7 +107,7 @@ class QuietChild:
 
 
 def free_port() -> int:
-  """A port that is free on this host, for a command that is started now and will listen on it."""
+  """A port that is free on this host, for a command that starts soon and will listen on it."""
   with socket.socket() as probe:
     probe.bind(("", 0))
     return probe.getsockname()[1]

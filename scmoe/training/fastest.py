@@ -181,7 +181,7 @@ def fastest_step(
   With auto (and `overlap.search_seconds` > 0) the fastest is measured here; with `train.tune` alone
   the returned `Search` measures it in the first training steps. If an earlier start kept a decision
   for the same program and machine, the step of its variant is returned and nothing is measured,
-  unless that variant does not fit the run, or changes the transport and `same_transport` is True.
+  unless that variant does not fit the run, or sets the transport and `same_transport` is True.
 
   With auto a cut of the run proposes a change. The change is taken if it is faster on whole steps
   too. Whole steps need memory for one state of the run, freed before the run makes its own. In a
@@ -194,7 +194,7 @@ def fastest_step(
     abstract: the training state as `jax.ShapeDtypeStruct`s with shardings.
     folder: of the run; keeps the decision and measured profiles.
     gpu, collect, say: see `GuidedStep`.
-    same_transport: leave out candidates that change `dispatch.transport`, so that steps of several
+    same_transport: leave out candidates that set `dispatch.transport`, so that steps of several
       wirings can be compared.
     measures: False: if there are several candidates and no kept decision can be used, the step is
       that of the run as configured.

@@ -37,9 +37,9 @@ class GuidedStep:
   """A jitted step that, if asked for, is compiled with a profile of itself, kept or new.
 
   `overlap.ablation.profile_guided` asks for it, on NVIDIA GPUs. If no profile is kept, the step
-  profiles its first calls and is compiled a second time. Call it like the step. Several processes
-  must compile the same program: each runs the profiler, and all use the profile of process 0, new
-  or kept.
+  profiles its first calls and, if that gives a profile, is compiled a second time. Call it like the
+  step. Several processes must compile the same program: each runs the profiler, and all use the
+  profile of process 0, new or kept.
 
   Args:
     step: a `jax.jit`-ed function, or a `HostStep`; compiled here with the options of `overlap`.

@@ -197,7 +197,7 @@ def cpu(field: str = "moments_update") -> Any:
   """jax's CPU.
 
   Args:
-    field: of `mesh`, which needs it.
+    field: the field of `mesh` that needs it.
 
   Raises:
     ConfigError: JAX_PLATFORMS leaves it out.

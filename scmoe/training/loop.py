@@ -372,7 +372,10 @@ class Run:
     return bool(every) and self.step % every == 0 and 0 < self.step < self.train.steps
 
   def one_step(self) -> None:
-    """Dispatches a step; reads the previous step's results while the device works.
+    """Dispatches a step, then reads the previous step's results.
+
+    The device works meanwhile, unless the dispatch itself waits for it: with
+    `mesh.moments_update=host`, and as long as `train.tune` measures.
 
     With `dispatch.overflow=repeat` it first waits for the previous step, and runs it again if rows
     were left over (`settle`). Results are logged where that is due (`flush`). If the run may end

@@ -3,10 +3,11 @@
 `overlap.schedule=auto` and `scmoe.profile` time steps with fresh parameters and random tokens. The
 routers of deep blocks would then send most tokens to few experts: a fresh model's attention adds
 nearly the same value to all tokens of a sequence, and gates read little else. Steps on the same
-random batch make it worse. The rows that one round of an exchange has no room for then travel in
-overflow rounds, beside which XLA runs nothing, and the measurement sees exchanges that a trained,
-balanced router does not cause. For `gpt2_moe_medium` with 4 layers over a slow link such steps took
-181 ms, and 146 ms when no round overflowed (experiments/LOG.md, 2026-11-27).
+random batch make it worse. Where an exchange goes in rounds, the rows for which the first has no
+room then travel in overflow rounds, beside which XLA runs nothing, and the measurement sees
+exchanges that a trained, balanced router does not cause. For `gpt2_moe_medium` with 4 layers over a
+slow link such steps took 181 ms, and 146 ms when no round overflowed (experiments/LOG.md,
+2026-11-27).
 
 So the embeddings of tokens, and of the patches of images, are `SPREAD` times as large as a run
 initialises them. What tells tokens apart then outweighs what their sequence adds, and the loads of
@@ -68,7 +69,7 @@ class MeasuredState:
 
   @property
   def rounds(self) -> float:
-    """Mean number of rounds of the last step's exchanges in the block with the most of them.
+    """Mean number of rounds that the last step's exchanges needed, in the block that needed most.
 
     It is 1 if none overflowed, before the first step, and without experts.
     """

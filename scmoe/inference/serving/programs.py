@@ -71,7 +71,8 @@ class Step:
   """The input of one step of decoding, by slot, without the slots' last tokens.
 
   Attributes:
-    position_B: int32, position of each slot's last token, which the step reads; 0 for an idle slot.
+    position_B: int32, position of each slot's last token, which the step reads; 0 if the slot is
+      not active.
     active_B: bool, whether the slot adds a token.
     page_BP: int32, the pages of each slot (`PageTable.page_BP`).
   """

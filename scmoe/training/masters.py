@@ -92,8 +92,8 @@ def readable(params: PyTree) -> PyTree:
 def like(params: PyTree, wanted: PyTree) -> PyTree:
   """Parameters with `Halves` in place of the float32 array wherever `wanted` has `Halves`.
 
-  Of an array in the host's memory the lower half stays there, also if `wanted` has it in a file,
-  and the upper half goes where `wanted` has it; stacks stay whole.
+  The lower half of an array in the host's memory stays there, even if `wanted` has it in a file;
+  the upper half goes to the memory where `wanted` has it. Stacks stay whole.
   """
   found, structure = jax.tree.flatten(
     _changed(Halves.of, params, _where_halves(wanted)), is_leaf=is_halves

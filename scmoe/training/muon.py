@@ -2,8 +2,8 @@
 
 A parameter's name and its module's say whether it is a matrix (`scmoe.models.matrices`). A
 parameter of 12 stacked layers with 8 experts each is 96 matrices. The iteration that makes them
-orthogonal is optax's. Adam updates the rest: embeddings, the head, routers, norms, biases, and
-parameters of a user's modules with other names.
+orthogonal is optax's. Adam updates the rest, such as embeddings, the head, routers, norms, biases,
+and parameters of a user's modules with other names.
 
 Sources: K. Jordan et al., Muon (2024); the scale is that of J. Liu et al., "Muon is Scalable for
 LLM Training" (arXiv 2502.16982), under which the learning rate and weight decay of AdamW fit.

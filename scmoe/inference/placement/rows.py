@@ -16,7 +16,8 @@ class Rows(NamedTuple):
   """Figures of one placement on W devices, over all batches, gatings and devices.
 
   The tokens of a batch are divided evenly among the devices, in their order, and the devices
-  exchange rows as `dispatch.transport=dropless` does in one dispatch. A combine sends as many back.
+  exchange rows as `dispatch.transport=dropless` does in one dispatch of one chunk. A combine sends
+  as many back.
 
   Attributes:
     away: of the choices that need a row (`Choices`), the share whose expert lies on another device

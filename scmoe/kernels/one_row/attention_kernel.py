@@ -179,8 +179,8 @@ class _Cta:
   def place(self, block: Any) -> Any:
     """The place in `Global.keys` at which a block of the row begins.
 
-    With pages the kernel finds it in the row's table. For a block past the last one that the token
-    sees, the result has no meaning: such a block is not copied with pages.
+    With pages the kernel finds it in the row's table. There a block past the last one that the
+    token sees may have no place; then the result has no meaning, and the block is not copied.
     """
     shape = self.shape
     if not shape.page:

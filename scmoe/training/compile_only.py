@@ -20,7 +20,8 @@ def compile_only(built: Trainable, workdir: str | os.PathLike[str]) -> None:
   many processes and devices finds both programs there. No array is made and the run's lock is not
   taken, so the run may train meanwhile. Where a start would measure variants of the step
   (`overlap.schedule=auto`, `train.tune`), the variant that an earlier start kept is compiled, or
-  else the step as configured. All processes of the run must call it.
+  else the step as configured; with `dispatch.overflow=repeat` its program without overflow rounds
+  alone. All processes of the run must call it.
 
   Args:
     built: the model and its options.

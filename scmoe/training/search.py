@@ -136,7 +136,7 @@ class Search:
 
   @property
   def settled(self) -> bool:
-    """True once a variant is chosen, and its program was called and will not be compiled again."""
+    """True if a variant is chosen and its step is settled (`GuidedStep.settled`)."""
     return self.chosen is not None and self.best.settled
 
   @property

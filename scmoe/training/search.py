@@ -62,8 +62,8 @@ class Search:
 
   Call it like the step. The first candidate is always tried. Another one, unless it is compiled
   `together` with the first, is tried only if it would fit into what is left of `seconds`, were it
-  as slow to prepare as the slowest so far, and into what is left of `most_steps`. All processes
-  follow process 0.
+  as slow to prepare as the slowest so far, and into what is left of `most_steps`. Process 0's
+  times decide for all processes.
 
   Args:
     steps: the variants.

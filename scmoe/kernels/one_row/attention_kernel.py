@@ -134,7 +134,7 @@ class _Cta:
     self.first_head = self.row * shape.heads + self.kv * shape.group
 
   def run(self) -> None:
-    """Runs all six stages for this CTA."""
+    """Runs this CTA's stages."""
     shape = self.shape
     if not shape.partial:
       self.copy_queries()

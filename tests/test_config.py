@@ -151,6 +151,10 @@ def test_unknown_field_is_named_with_a_near_one(path, near):
     ({"dispatch__capacity_factor": "1e-9"}, ("dispatch.capacity_factor",)),
     ({"dispatch__groups": 3}, ("dispatch.groups=3",)),
     ({"dispatch__nodes": 2}, ("dispatch.nodes=2",)),
+    (
+      {"dispatch__transport": "dropless", "train__tune": "transport=packed"},
+      ("train.tune tries transport=packed", "dispatch.capacity_factor=0"),
+    ),
     ({"train__tokens_per_step": 1000}, ("train.tokens_per_step=1000", "multiple of")),
     ({"train__steps": 0}, ("train.steps=0",)),
     ({"optimizer__beta1": 1.5}, ("optimizer.beta1=1.5", "most is 0.99999")),

@@ -39,6 +39,7 @@ from scmoe.training.options import (
   DistributedConfig,
   OptimizerConfig,
   TrainConfig,
+  tuned_values,
 )
 from scmoe.training.schema import upgraded_config
 
@@ -302,6 +303,8 @@ class RunConfig(Options):
       return
     sharers = expert_shards(mesh.expert, self.model.num_experts)
     dispatch.check_shards(sharers)
+    for transport in tuned_values(self.train.tune).get("transport", ()):
+      dispatch.check_candidate(transport)
     if mesh.expert // sharers % dispatch.nodes:
       raise ConfigError(
         f"dispatch.nodes={dispatch.nodes} does not divide the {mesh.expert // sharers} devices "

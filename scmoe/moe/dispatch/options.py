@@ -155,6 +155,23 @@ class DispatchConfig(Options, path="dispatch"):
         f"{self.transport} and {self.capacity_factor:g}: use these, or model.ffn.impl=grouped"
       )
 
+  def check_candidate(self, transport: str) -> None:
+    """Checks that `train.tune` may try a transport: it drops nothing where this one drops nothing.
+
+    Args:
+      transport: a word of `TRANSPORTS`.
+
+    Raises:
+      ConfigError: it would drop choices, and this transport drops none.
+    """
+    drops_none = self.kind is not None and not self.kind.drops
+    if drops_none and TRANSPORTS[transport].drops and self.capacity_factor:
+      raise ConfigError(
+        f"train.tune tries transport={transport}, which drops choices beyond its capacity, and "
+        f"dispatch.transport={self.transport} drops none: leave it out, or set "
+        "dispatch.capacity_factor=0, with which no transport drops any"
+      )
+
   def check_shards(self, shards: int) -> None:
     """Checks `adaptive_r` against the number of devices that share an expert.
 

@@ -8,7 +8,8 @@ output of two dense operands.
 The activations of all experts form a block-sparse matrix [rows, all experts' hidden units], in
 which a row has only its own expert's blocks. `grouped_matmul` and `grouped_outer` compute products
 of topologies made by `moe_topology`; XLA's gathers and dense products compute those of all other
-topologies. All three products are differentiable.
+topologies. Block rows of `moe_topology` that are not in use count as zero. All three products are
+differentiable.
 """
 
 import dataclasses

@@ -66,10 +66,13 @@ def test_values_and_gradients_match_the_reference(sizes, with_bias):
     out, vjp = jax.vjp(product, *arguments)
     return *vjp(dout), out
 
-  want_out, vjp = jax.vjp(
-    lambda *a: grouped_matmul_reference(a[0], a[1], sizes, a[2]), lhs, rhs, bias
-  )
-  for got, want in zip(run(lhs, rhs, bias), (*vjp(dout), want_out)):
+  @jax.jit
+  def plain(*arguments):
+    product = lambda lhs, rhs, bias: grouped_matmul_reference(lhs, rhs, sizes, bias)
+    out, vjp = jax.vjp(product, *arguments)
+    return *vjp(dout), out
+
+  for got, want in zip(run(lhs, rhs, bias), plain(lhs, rhs, bias)):
     if want is not None:
       np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
@@ -91,8 +94,13 @@ def test_tail_rows_are_zero_and_get_no_gradient():
   lhs = lhs.at[40:].set(jnp.nan)  # whatever lies past the groups must not be read into the result
   dout = dout.at[40:].set(jnp.nan)
   sizes = jnp.asarray([10, 10, 0, 20])
-  out, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, backend="xla"), lhs, rhs)
-  dlhs, drhs = vjp(dout)
+
+  @jax.jit
+  def run(lhs, rhs):
+    out, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, backend="xla"), lhs, rhs)
+    return out, *vjp(dout)
+
+  out, dlhs, drhs = run(lhs, rhs)
   assert not np.any(out[40:])
   assert not np.any(dlhs[40:])
   assert np.all(np.isfinite(drhs))

@@ -69,14 +69,15 @@ def test_whole_rows_and_a_cache_equal_the_loop(name):
   close = lambda got: np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
   q, k, v = (jnp.asarray(x, jnp.float32) for x in QKV)
   places = None if segments is None else jnp.asarray(segments)
-  close(attend(q, k, v, places, **options))
+  close(jax.jit(lambda q, k, v: attend(q, k, v, places, **options))(q, k, v))
   if segments is not None:  # rows with a cache are one document
     return
   longer = [jnp.pad(x, ((0, 0), (0, 3), (0, 0), (0, 0)), constant_values=9.0) for x in (k, v)]
   positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-  close(attend_stored(q, *longer, positions, **options))
+  stored = jax.jit(lambda q, positions: attend_stored(q, *longer, positions, **options))
+  close(stored(q, positions))
   for s in (0, 4):
-    got = attend_stored(q[:, s : s + 1], *longer, positions[:, s : s + 1], **options)
+    got = stored(q[:, s : s + 1], positions[:, s : s + 1])
     np.testing.assert_allclose(got[:, 0], want[:, s], rtol=2e-5, atol=2e-6)
 
 
@@ -86,7 +87,7 @@ def test_gradients_are_finite_differences():
   with jax.enable_x64(True):
     value = lambda q, k, v, sinks: (
       attend(q, k, v, sinks_H=sinks, window=3) * cotangent).sum()  # fmt: skip
-    gradients = jax.grad(value, argnums=(0, 1, 2, 3))(*map(jnp.asarray, arguments))
+    gradients = jax.jit(jax.grad(value, argnums=(0, 1, 2, 3)))(*map(jnp.asarray, arguments))
   wanted = lambda *a: (loop(*a, window=3) * cotangent).sum()
   for place, gradient in enumerate(gradients):
     step = draw(6 + place, *arguments[place].shape) * 1e-5
@@ -142,6 +143,6 @@ def test_the_window_of_each_layer_is_its_own(name):
 def test_without_such_layers_every_window_holds():
   model = model_of(moe_every=1, sliding_window=2)
   tokens = jnp.arange(10)[None]
-  read = lambda tokens: model(tokens, Pass(no_drop=True)).h_BSD
+  read = jax.jit(lambda tokens: model(tokens, Pass(no_drop=True)).h_BSD)
   moved = jnp.abs(read(tokens) - read(tokens.at[0, 0].set(31))).max((0, 2)) > 0
   assert moved.tolist() == [True] * 5 + [False] * 5

@@ -52,7 +52,7 @@ def test_an_affine_gate_chooses_and_weighs_with_its_bias(dtype):
   x = jnp.asarray(draw(T, D), dtype)
   logits = np.asarray(x, np.float64) @ np.asarray(gate.weight[...], np.float64) + bias
   np.testing.assert_allclose(gate(x), logits, rtol=1e-5, atol=1e-5)
-  routing = route(x, gate, RouterConfig(gate="affine"), k=2)
+  routing = jax.jit(lambda x: route(x, gate, RouterConfig(gate="affine"), k=2))(x)
   for t in range(T):
     best = np.argsort(-logits[t])[:2]
     shares = np.exp(logits[t, best]) / np.exp(logits[t, best]).sum()
@@ -82,7 +82,7 @@ def cosine_problem(log_scale):
 def test_the_scale_at_its_bound_still_learns():
   """torch.clamp has slope 1 there, and jax.numpy.minimum 1/2."""
   arguments = f32(*cosine_problem(0.0)[:4])
-  slope = jax.grad(lambda s: cosine_logits(*arguments, s).sum())
+  slope = jax.jit(jax.grad(lambda s: cosine_logits(*arguments, s).sum()))
   at, below, above = (slope(jnp.float32(LOG_SCALE_MAX + step)) for step in (0, -1e-5, 1e-5))
   np.testing.assert_allclose(at, below, rtol=1e-4)
   assert at != 0

@@ -25,7 +25,8 @@ def chosen(probs, k, normalise=True):
   """The experts and weights of tokens with these probabilities."""
   logits = jnp.log(jnp.asarray(probs, jnp.float32))
   config = RouterConfig(normalise=normalise)
-  routing = route(jnp.zeros((len(probs), 1)), lambda x: logits, config, k=k)
+  gated = jax.jit(lambda x: route(x, lambda x: logits, config, k=k))
+  routing = gated(jnp.zeros((len(probs), 1)))
   return routing.expert_TK, routing.weight_TK
 
 
@@ -38,12 +39,18 @@ def routed(choices, num_experts, mask=None):
   return make_routing(choices, weights, flat, flat, mask_T=mask)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def positions(routing, groups=1):
   return queue_positions(routing.expert_TK, routing.num_experts, groups, routing.taken_TK)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def plan(routing, rows, groups=1):
+  return Capacity(rows, groups=groups).plan(routing)
+
+
 def kept_choices(routing, rows, groups=1):
-  permutation, dropped = Capacity(rows, groups=groups).plan(routing)
+  permutation, dropped = plan(routing, rows, groups)
   return np.asarray(permutation.row_TK) < permutation.copy_R.size, int(dropped)
 
 
@@ -61,7 +68,7 @@ def test_three_tokens_three_experts_on_paper():
   kept, dropped = kept_choices(routing, 2)
   np.testing.assert_array_equal(kept, [[True, True], [True, False], [True, False]])
   assert dropped == 2
-  permutation, _ = Capacity(2).plan(routing)
+  permutation, _ = plan(routing, 2)
   # 3 experts x 2 rows; 6: dropped. Flat choices are a1 a2 b1 b2 c1 c2 = 0 ... 5; -1: nobody.
   np.testing.assert_array_equal(permutation.row_TK, [[0, 3], [1, 6], [2, 6]])
   np.testing.assert_array_equal(permutation.copy_R, [0, 2, 4, 1, -1, -1])
@@ -76,7 +83,7 @@ def test_every_group_has_its_own_queue():
   kept, dropped = kept_choices(routing, 1, groups=2)
   np.testing.assert_array_equal(kept[:, 0], [True, False, True, False])
   assert dropped == 2
-  permutation, _ = Capacity(1, groups=2).plan(routing)
+  permutation, _ = plan(routing, 1, 2)
   np.testing.assert_array_equal(permutation.row_TK[:, 0], [2, 4, 3, 4])  # [expert, group, row]
   np.testing.assert_array_equal(permutation.copy_R, [-1, -1, 0, 2])
 
@@ -111,7 +118,8 @@ def test_a_single_weight_is_never_normalised():
 def test_all_experts_and_one_token():
   rng = np.random.default_rng(0)
   x, gate = rng.normal(size=(1, 5)), rng.normal(size=(5, 3))
-  routing = route(jnp.asarray(x, jnp.float32), jnp.asarray(gate, jnp.float32), NO_NOISE, k=3)
+  gated = jax.jit(lambda x, gate: route(x, gate, NO_NOISE, k=3))
+  routing = gated(x.astype(np.float32), gate.astype(np.float32))
   expected = oracles.gate(oracles.lift(x[0]), gate, 3)
   np.testing.assert_array_equal(routing.expert_TK[0], expected.experts)
   np.testing.assert_allclose(routing.weight_TK[0], oracles.values(expected.weights), rtol=1e-6)
@@ -126,7 +134,8 @@ def test_route_equals_the_gate_token_by_token_with_noise(k):
   noise = rng.normal(size=(7, 4))
   x_TD, gate_DE = (jnp.asarray(a, jnp.float32) for a in (x, gate))
   draws = Draws(noise_TE=jnp.asarray(noise, jnp.float32))
-  routing = route(x_TD, gate_DE, RouterConfig(noise=2.0), k=k, training=draws)
+  config = RouterConfig(noise=2.0)
+  routing = jax.jit(lambda x, gate: route(x, gate, config, k=k, training=draws))(x_TD, gate_DE)
   for t in range(7):
     expected = oracles.gate(oracles.lift(x[t]), gate, k, noise=2.0 / 4 * noise[t])
     np.testing.assert_array_equal(routing.expert_TK[t], expected.experts)

@@ -140,8 +140,13 @@ def profile(
     clock: whether to time the controls of the exchanges too (`scmoe.profiling.clock`).
 
   Raises:
-    ConfigError: the run trains adapters.
+    ConfigError: the run trains adapters, or its moments are updated on the host.
   """
+  if run.mesh.moments_update == "host":
+    raise ConfigError(
+      "mesh.moments_update='host': a profile traces steps that are one program on the device; set "
+      "mesh.moments_update=device and mesh.moments_in=host or device"
+    )
   if run.lora.rank:
     raise ConfigError(
       f"lora.rank={run.lora.rank}: a profile has no base whose adapters it could train, and its "

@@ -248,6 +248,11 @@ OF_COMMANDS = (
   (train, ["--smoke", "--network=40GB"], "--network has no effect without --dry_run; add it"),
   (train, ["--host_devices=4", "--print_config"], "--host_devices has no effect without --dry_run"),
   (profile, ["--rounds=0"], "--rounds=0 must be at least 1"),
+  (
+    profile,
+    ["--config.mesh.moments_in=host", "--config.mesh.moments_update=host"],
+    "mesh.moments_update='host': a profile traces",
+  ),
   (profile, ["--calls=0"], "--calls=0 must be at least 1"),
   (profile, ["--workdir=my.txt"], "my.txt is a file, not a folder"),
   (profile, ["--machine=h100"], "machine='h100' is unknown; one of: h200-nvlink"),

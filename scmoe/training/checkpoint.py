@@ -263,8 +263,8 @@ class Checkpointer:
         undamaged one.
       ConfigError: a stored name, shape or type does not fit `abstract` (`misfit`), or another
         number of processes wrote the step and their positions in the data differ.
-      StorageError: the file of an `InFile` in `abstract` cannot be made or written.
-      OSError: a damaged step cannot be renamed.
+      StorageError: the file of an `InFile` in `abstract` cannot be made or written, or a damaged
+        step cannot be renamed.
       Exception: those of `check` and `meanwhile`, and errors of too little memory and of missing
         permission, which `scmoe.training.restore.load` passes on.
     """
@@ -347,7 +347,12 @@ class Checkpointer:
     name, count = stem, 1
     while os.path.lexists(place.with_name(name)):
       name, count = f"{stem}-{count}", count + 1
-    os.rename(place, place.with_name(name))
+    try:
+      os.rename(place, place.with_name(name))
+    except OSError as error:
+      raise StorageError(
+        f"checkpoint {place} cannot be renamed ({error.strerror}); make its folder writable"
+      ) from None
     return name
 
   def _begins(self, step: int) -> str:

@@ -187,7 +187,7 @@ class Run:
     self.introduced = False
     # Whether the training step was compiled.
     self.prepared = False
-    self.evaluated_step = self.sampled_step = -1
+    self.evaluated_step = -1
     self.tracing = False
     # Whether `skipped_in_row` was above 0 in the last results that the host has read.
     self.skipping = False
@@ -297,7 +297,7 @@ class Run:
   def finish(self) -> TrainState:
     """Saves; raises `Preempted` if the run was stopped, or else evaluates, samples and sums up.
 
-    An evaluation that the last step has already, from an earlier start, is not repeated.
+    If an earlier start has evaluated the last step, neither evaluation nor sample is repeated.
 
     Returns:
       the final state, as a checkpoint holds it.
@@ -314,11 +314,12 @@ class Run:
         f"stopped at step {self.step} of {train.steps} and saved; run the same command again to "
         "go on"
       )
+    evaluated_before = self.trainer.evaluate is not None and self._evaluated()
     if not self._evaluated():
       self.evaluate()
     if self.stop.poll() and not self._evaluated():
       raise Preempted(f"stopped at step {self.step} before its evaluation; run the command again")
-    if self.sampled_step != self.step:
+    if not evaluated_before:
       self.sample()
     self.journal.sum_up(self.step)
     return self.state.for_checkpoint()
@@ -548,7 +549,6 @@ class Run:
     self.flush()
     self.arm("sample", allowance=True)
     try:
-      self.sampled_step = self.step
       text = self.trainer.sample(self.state.readable())
       self.journal.say(f"sample at step {self.step}:\n{text}")
     except Exception as error:  # whatever fails in the model or the tokenizer, training goes on

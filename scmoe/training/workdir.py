@@ -41,9 +41,10 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
     raise ConfigError(f"workdir={text[:80]!r} is not a usable path; give a directory name")
   workdir = Path(text).expanduser().absolute()
   for place in (workdir, *workdir.parents):
-    if place.exists() and not place.is_dir():
+    # In a folder that may not be searched nothing exists for `os.path`; `Path.exists` would raise.
+    if os.path.exists(place) and not os.path.isdir(place):
       raise ConfigError(f"workdir={workdir}: {place} is a file; give another directory")
-  missing = [place for place in (workdir, *workdir.parents) if not place.exists()]
+  missing = [place for place in (workdir, *workdir.parents) if not os.path.exists(place)]
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     _write_probe(workdir)

@@ -281,6 +281,16 @@ def test_damaged_step_is_set_aside_and_the_previous_used(run, saved, read, setup
   assert any(n.startswith("3.bad-") for n in names(run))
 
 
+def test_a_damaged_step_that_cannot_be_renamed_is_one_line(run, read, setup, monkeypatch):
+  def refuse(*_):
+    raise PermissionError(13, "Permission denied")
+
+  DAMAGE["truncated"](run / "checkpoints" / "3", read[0])
+  monkeypatch.setattr("scmoe.training.checkpoint.os.rename", refuse)
+  with pytest.raises(StorageError, match=r"3 cannot be renamed \(Permission denied\); make"):
+    restore(run, setup)
+
+
 def test_meanwhile_is_called_for_each_step_whose_arrays_are_read(run, saved, read, setup):
   """Once with the newest step, whose arrays prove damaged, and once with the one before it."""
   DAMAGE["truncated"](run / "checkpoints" / "3", read[0])

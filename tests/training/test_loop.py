@@ -284,6 +284,13 @@ def test_the_last_step_has_one_sample(mesh8, tmp_path, capsys, every, steps):
   assert told == [f"sample at step {step}:" for step in steps]
 
 
+def test_a_finished_run_is_sampled_once(mesh8, tmp_path, capsys):
+  options = {"steps": 3, "sample": lambda state: "text", "evaluate": lambda *_: {"loss": 1.0}}
+  for _ in range(2):
+    trainer(mesh8, tmp_path, **options).run()
+  assert capsys.readouterr().out.count("sample at step") == 1
+
+
 def test_a_run_that_ends_within_its_trace_writes_it(mesh8, tmp_path, monkeypatch):
   calls = []
   monkeypatch.setattr(jax.profiler, "start_trace", calls.append)
@@ -429,6 +436,9 @@ def test_unusable_workdir_is_said_before_anything_runs(tmp_path, mesh8):
     trainer(mesh8, tmp_path / "run").run()
   if os.geteuid():  # root may write anywhere
     (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(StorageError, match="cannot be written"):
+      prepare_workdir(tmp_path / "locked" / "run")
+    (tmp_path / "locked").chmod(0)  # nor may its entries be looked at
     with pytest.raises(StorageError, match="cannot be written"):
       prepare_workdir(tmp_path / "locked" / "run")
 

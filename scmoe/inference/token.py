@@ -214,8 +214,8 @@ class TokenBlock(Block):
 class TokenUnit(Unit):
   """A `Unit` of one token; it leaves the norm before the experts to the gate's kernel if it can.
 
-  It can if only the MoE reads this norm; see `tapped`. XLA writes the residual stream after the
-  unit to memory once.
+  It can if only the MoE reads this norm and the norm's kernel takes the token; see `tapped`. XLA
+  writes the residual stream after a unit with experts to memory once.
   """
 
   def tapped(self, tap: Tap, h_BSD: Array, handed_BSD: Array | None) -> Any:

@@ -251,7 +251,8 @@ def _read_verified(place: Path, wanted: dict[str, Any], meta: dict) -> dict[str,
   """Reads the arrays of `wanted`, each in the type in which it was written, and verifies them.
 
   Raises:
-    Damaged: a file cannot be read, or an array's fingerprint is not the one in `meta`.
+    Damaged: a file cannot be read, or an array's fingerprint is not the one in `meta`. Errors of
+      too little memory and of missing permission are passed on instead (`_read_arrays`).
   """
   known = meta["leaves"]
   stored = {name: known[name].get("stored_as", name) for name in wanted}

@@ -124,7 +124,8 @@ class LayerExperts(Protocol):
   wait for the copy, the implementation ties `main` to the copy by a barrier. If each chunk of rows
   has a step of its own (`dispatch.chunks`), the pair calls `ready` and `of` in each. The dispatch,
   which comes between `chosen` and `ready`, gets `of(gating)` too, for the rows of overflow rounds.
-  With `overlap.ahead` the tokens are routed before their pair begins, and `chosen` is not called.
+  Where the pair before has routed and dispatched this pair's tokens already (`scmoe.models.ahead`;
+  only with `OnDevice`), `chosen` is not called, and overflow rounds get `of(gating)` as it begins.
   """
 
   def chosen(self, gating: int, routing: Routing, main: Any) -> Any:

@@ -123,7 +123,12 @@ class LinearGate(nnx.Module):
     """The logits, each token's k best experts, and perhaps these experts' probabilities.
 
     `gate_top_k` computes them, and says when the result has probabilities.
+
+    Raises:
+      ConfigError: k is larger than E.
     """
+    if k > (most := self.weight.shape[-1]):
+      raise ConfigError(f"model.top_k={k} is larger than model.num_experts={most}")
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 
 

@@ -63,8 +63,9 @@ def route(
     The routing, with K = k; where token rounding applies, with K = k + min(k, E - k).
 
   Raises:
-    ConfigError: an argument has the wrong type or shape; k is below 1, or larger than the number
-      of experts or of those in open groups; the gate returns the wrong shape or type; or, in
+    ConfigError: the tokens, the gate, the mask, k or `config` have the wrong type, or the tokens,
+      the gate's weights, the mask or the bias the wrong shape; k is below 1, or larger than the
+      number of experts or of those in open groups; the gate returns the wrong shape or type; or, in
       training, the rounding tile is larger than T and T is not 0.
   """
   scores = score(x_TD, gate, config, k, num_experts, mask_T, training)

@@ -438,3 +438,12 @@ def test_capacity_of_a_call():
     np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)
   zero = layer(RouterConfig(), dispatch=DispatchConfig(capacity_factor=0.0))
   np.testing.assert_array_equal(run(zero, x)[0], run(moe, x, capacity_factor=0)[0])
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_more_experts_than_there_are_cannot_be_chosen(linear):
+  gate = (
+    LinearGate(4, 3, RouterConfig(), init_std=1, rngs=nnx.Rngs(0)) if linear else jnp.ones((4, 3))
+  )
+  with pytest.raises(ConfigError, match=r"model.top_k=4 is larger than model.num_experts=3"):
+    route(jnp.ones((2, 4)), gate, RouterConfig(), k=4)

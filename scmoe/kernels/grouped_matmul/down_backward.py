@@ -375,8 +375,8 @@ class _Cta:
   def finish_block(self, block: _Block, da: Any, ds: list[Any], col_tile: Any) -> None:
     """Makes a block's results from `da`: adds its rows' share to ds[block.index], stores the rest.
 
-    The activation A is recomputed from the pre-activations. The share is ⟨da, A⟩ of each row; s·A
-    and dH are stored.
+    The activation A is recomputed from the pre-activations. The share is ⟨da, A⟩ of each row, or 0
+    for columns that the tile before computes too (`counted_once`); s·A and dH are stored.
     """
     shape, smem, activation = self.shape, self.smem, self.shape.activation
     in_buffer = _rows(block.index % shape.together)

@@ -54,10 +54,11 @@ class FFNConfig(FFNOptions, path="FFNConfig"):
   shared_sms: bool = option(False)
 
 
-# CTAs that are launched per multiprocessor if a collective may hold some multiprocessors; one
-# multiprocessor runs its CTAs one after the other. With one CTA per multiprocessor, the CTA meant
-# for one that is held would begin only when another CTA has ended, and the product would take twice
-# as long. Without a collective, one CTA per multiprocessor is faster (experiments/kernels).
+# CTAs that padded experts' kernels launch per multiprocessor with `FFNConfig.shared_sms`, unless
+# `num_sms` is given; one multiprocessor runs its CTAs one after the other. With one CTA per
+# multiprocessor, the CTA meant for one that a collective holds would begin only when another CTA
+# has ended, and the product would take twice as long. Without a collective, one CTA per
+# multiprocessor is faster (experiments/kernels).
 WAVES = 8
 
 

@@ -426,8 +426,8 @@ def decode_step(
 ) -> tuple[Float[Array, "B V"], Any]:
   """Runs a model over one token of each row: the next token's logits, float32 [B, V], and caches.
 
-  If a device has a single row, it runs the kernels of `scmoe.inference.token` that support it and
-  the model's shapes, types and options.
+  If a device has a single row, the classes of `scmoe.inference.token` run it: with their kernels
+  where these support the model's shapes, types and options, else as the plain model.
 
   Args:
     model: see `prefill`.

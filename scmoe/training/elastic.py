@@ -299,7 +299,7 @@ class Supervisor:
     self.child = self.launch.start(self.plan, self.plan.members.index(self.number))
     self.tell(state=RUNNING, turn=self.plan.turn, asks="")
 
-  # -- during a turn ----------------------------------------------------------------------------
+  # -- during and after a turn ---------------------------------------------------------------------
 
   def _watch(self, child: Child) -> int | None:
     """Looks after the running command: ends it if it cannot go on, or asks it to save and stop.

@@ -38,11 +38,12 @@ class Sink(Protocol):
   """A place for scalars besides metrics.jsonl, e.g. `TensorBoard`."""
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
-    """Stores the values of a step that are finite numbers.
+    """Stores those values of a step that are finite `int`s or `float`s; a bool is an int here.
 
     Args:
       step: its number.
-      scalars: values of any kind by name, such as `train/loss`.
+      scalars: values of any type by name, such as `train/loss`. Others are left out, among them
+        numpy's numbers, except float64.
     """
     ...
 
@@ -107,8 +108,8 @@ class MetricsFile:
   def _begin_line(self, file: BinaryIO) -> None:
     """Removes the part of a line that a failed write left; ends a line that somebody else has cut.
 
-    Somebody may have removed or cut the file meanwhile: truncating it to the size that it had would
-    fill it up with zero bytes.
+    If somebody has removed or cut the file meanwhile, what a failed write left is ended, too, and
+    not removed: truncating the file to the size that it had would fill it up with zero bytes.
     """
     size = file.seek(0, os.SEEK_END)
     if size < self._size:
@@ -189,7 +190,7 @@ class TensorBoard:
     self._writer = writer(str(workdir / "tensorboard"), purge_step=purge)
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
-    """Stores the finite numbers among the scalars of a step; all other values are left out."""
+    """Stores the finite `int`s and `float`s among the scalars of a step; leaves out all others."""
     for name, value in scalars.items():
       if isinstance(value, int | float) and math.isfinite(value):
         self._writer.add_scalar(name, value, step)
@@ -221,7 +222,7 @@ class Tracker:
     self._library.init(resume="allow", **options)
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
-    """Stores the finite numbers among the scalars of a step; all other values are left out."""
+    """Stores the finite `int`s and `float`s among the scalars of a step; leaves out all others."""
     numbers = {name: value for name, value in scalars.items()
                if isinstance(value, int | float) and math.isfinite(value)}  # fmt: skip
     self._library.log(numbers, step=step)

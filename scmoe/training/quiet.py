@@ -44,5 +44,5 @@ class _WithoutAbandoned:
 
 
 def in_one_line(error: Exception) -> str:
-  """The first 300 characters of an exception's text, on one line."""
+  """An exception's text with each run of whitespace as one space, cut to 300 characters."""
   return " ".join(str(error).split())[:300]

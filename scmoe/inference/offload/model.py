@@ -66,7 +66,7 @@ class Offload:
 
   @property
   def policy(self) -> CachePolicy:
-    """The policy of the caches of decode."""
+    """The policy of decode's caches of experts; the default one if `decode` is None."""
     return CachePolicy() if self.decode is None else self.decode.cache_policy
 
   @staticmethod

@@ -175,7 +175,7 @@ def _each_tile(
 
 
 def _index(permutation: Permutation | None) -> jax.Array | None:
-  """The row of x that fills each row of the tiles; None without a permutation."""
+  """The row of x that fills each row of the tiles, -1 for none; None without a permutation."""
   return None if permutation is None else permutation.token_R
 
 

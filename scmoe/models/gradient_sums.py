@@ -57,7 +57,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from scmoe.base.batch import Batch
-from scmoe.models.fetched import elsewhere_in, is_distant, is_elsewhere
+from scmoe.models.fetched import elsewhere_in, is_elsewhere, is_in_host_memory
 from scmoe.models.gradient_totals import GradientTotal, is_total
 from scmoe.models.stacked import is_apart, stacked_again
 from scmoe.offload.memory import is_on_host
@@ -95,7 +95,8 @@ class Losses(Protocol):
     Args:
       params: the parameters, once for each microbatch: their gradients stay separate.
       totals: `GradientTotal`s of the parameters, or None. If given, the objective passes each
-        parameter through a function of this module that calls `added` before it reads it.
+        parameter through a function of `scmoe.models.gradient_totals` that calls `added` before it
+        reads it.
       router: state that gradients do not train.
       batches, rngs: for each microbatch this device's share of the batch, and a typed key.
       ahead: what `look_ahead` returned.
@@ -174,7 +175,7 @@ def accumulate(
   step = _Step(objective, [params] * size, router, ahead, key_of, slopes, gradient_dtype)
   reduces = any(travels_over(spec) for spec in jax.tree.leaves(specs))
   # Gradients of experts in the host's memory leave the device from where the last group sums.
-  reduces = reduces or any(map(is_distant, elsewhere_in(params)))
+  reduces = reduces or any(map(is_in_host_memory, elsewhere_in(params)))
   if count == 1 and not reduces:
     (terms,), pull, (aux,) = jax.vjp(step.losses(batch, 0), step.copies, has_aux=True)
     ((grads,),) = pull(step.slopes_of([terms]))
@@ -371,7 +372,7 @@ def _into_shares(totals: PyTree, params: PyTree, shares: StateShares) -> PyTree:
 
 
 def _bare(params: PyTree) -> PyTree:
-  """The parameters with every `Share` and `Distant` replaced by its array."""
+  """The parameters with every `Share` and `InHostMemory` replaced by its array."""
   return jax.tree.map(lambda x: x.value if is_elsewhere(x) else x, params, is_leaf=is_elsewhere)
 
 

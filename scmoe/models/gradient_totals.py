@@ -110,7 +110,7 @@ def added(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
 
 
 def ready(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
-  """`added`, with `Share`s gathered and `Distant`s fetched: the parameters that one pair reads.
+  """`added`, with `Share`s gathered and `InHostMemory`s fetched: the parameters of one pair.
 
   Args:
     copies, totals: as of `added`.
@@ -132,7 +132,7 @@ def ready_beside_pairs(copies: Sequence[PyTree], totals: PyTree = None) -> list[
 
 
 def _all_gathered(copies: Sequence[PyTree], wanted: Callable[[Any], bool]) -> list[PyTree]:
-  """The copies with whole arrays in place of `Share`s and `Distant`s whose path is `wanted`.
+  """The copies with whole arrays in place of `Share`s and `InHostMemory`s whose path is `wanted`.
 
   Copies have equal values, so those of the first one are gathered, for all of them.
   """

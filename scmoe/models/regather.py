@@ -33,14 +33,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scmoe.models.fetched import Distant, brought, elsewhere_in, held_back, is_distant, is_elsewhere
+from scmoe.models.fetched import (
+  InHostMemory,
+  brought,
+  elsewhere_in,
+  held_back,
+  is_elsewhere,
+  is_in_host_memory,
+)
 from scmoe.models.gradient_totals import is_total, ready
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.shares import Share
 
 PyTree = Any
 Body = Callable[[Any, Any], tuple[Any, Any]]
-Elsewhere = Share | Distant
+Elsewhere = Share | InHostMemory
 
 
 class OneAhead:
@@ -62,7 +69,7 @@ class OneAhead:
 
     Args:
       carry: the carry of `body`.
-      copies: the pair's parameters once for each batch, with `Share`s or `Distant`s.
+      copies: the pair's parameters once for each batch, with `Share`s or `InHostMemory`s.
       here: the pair's other inputs, which have no gradient.
 
     Returns:
@@ -72,7 +79,7 @@ class OneAhead:
     shares = elsewhere_in(copies[0])
     if self.start is not None:
       begun = jax.lax.stop_gradient(_floats(self.start))
-      if any(map(is_distant, shares)):
+      if any(map(is_in_host_memory, shares)):
         copies = held_back(copies, begun)
       else:
         tied: Any = barrier((copies, begun), "forward")

@@ -26,7 +26,7 @@ from scmoe.blocks.walk import Context, PairWalk
 from scmoe.blocks.wiring import Tap
 from scmoe.models.ahead import Split, enter_scan, leave_scan, next_of, sends_ahead
 from scmoe.models.config import ModelConfig
-from scmoe.models.fetched import elsewhere_in, is_distant
+from scmoe.models.fetched import elsewhere_in, is_in_host_memory
 from scmoe.models.gradient_totals import added_by_layer, added_by_scan, large_layers_apart, ready
 from scmoe.models.regather import OneAhead
 from scmoe.models.rematerialisation import rematerialised
@@ -330,7 +330,7 @@ def run_trunks(route: Route) -> list[Output]:
       ]
 
     shares = elsewhere_in(params[0])
-    fetches = any(map(is_distant, shares))
+    fetches = any(map(is_in_host_memory, shares))
     kept = () if not shares or shares[0].how.again else (GATHERED,)
     remat: dict[str, Any] = {"remat": shared.remat, "kept": kept, "gathers": bool(shares)}
     body = rematerialised(stage, **remat)

@@ -293,7 +293,8 @@ class Built:
     """The model with the training state's parameters, for evaluation during training.
 
     If data ranks share the parameters (`mesh.shard_state=parameters`), each of them is a `Share`,
-    which a pair gathers as it begins. An expert in the host's memory is an `Distant`, and fetched.
+    which a pair gathers as it begins. An expert in the host's memory is an `InHostMemory`, and
+    fetched.
     """
     shares, on_host = self.optimizer.shares, self.optimizer.on_host
     if on_host is not None and on_host.experts:

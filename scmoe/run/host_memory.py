@@ -157,7 +157,7 @@ def away(
   computes: bool = False,
   together: int = 1,
   filed: bool = False,
-  microbatches: int = 1,
+  passes: tuple[int, int] = (1, 0),
 ) -> Away | None:
   """Counts the bytes that a state keeps in the host's memory or in a file; None if none lie there.
 
@@ -166,7 +166,7 @@ def away(
     ahead: see `Away`.
     computes: whether the host computes the update.
     together, filed: see `Away`.
-    microbatches: of a step.
+    passes: `count` and `looks` of `Passes`.
   """
   sizes, out, back = {("", 0): 0}, {}, {}
   entries = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state), is_leaf=is_apart)
@@ -180,11 +180,11 @@ def away(
     return None
   found = tuple(sizes[layer] for layer in layers)
   if not computes:
-    passes = passes_of(state.params, microbatches)
-    drawn = () if passes is None else tuple(
-      passes.gradients[i] if stack == STACKS[0] else 0 for stack, i in layers
+    copies = passes_of(state.params, *passes)
+    drawn = () if copies is None else tuple(
+      copies.gradients[i] if stack == STACKS[0] else 0 for stack, i in layers
     )  # fmt: skip
-    return Away(found, ahead, _saving(state), drawn=drawn, passes=passes)
+    return Away(found, ahead, _saving(state), drawn=drawn, passes=copies)
   for layer in layers:
     out[layer], back[layer] = _passing(state, layer)
   passing = tuple(out.values()), tuple(back.values())
@@ -280,10 +280,12 @@ def check_host_memory(built: Built) -> None:
   kept, more = held * plan.in_memory + here * plan.staging, held * plan.saving
   if kept + more > free:
     when = "resume" if plan.filed else "save"
+    with_experts = mesh.experts_in == "host"
+    other = "mesh.experts_in=device" if with_experts else "mesh.shard_state=parameters"
     raise ConfigError(
       f"mesh.moments_in={mesh.moments_in!r} keeps {size_of(kept)} in this host's memory and needs "
       f"{size_of(more)} more to {when} (devices here: {here}), got {size_of(free)} available; use "
-      "optimizer.moments=bfloat16, a larger mesh.expert or mesh.shard_state, or fewer layers"
+      f"optimizer.moments=bfloat16, a larger mesh.expert, {other}, or fewer layers"
     )
 
 
@@ -319,8 +321,10 @@ def planned_away(run: RunConfig, state: TrainState) -> Away | None:
   """
   mesh = run.mesh
   if mesh.moments_update == "device":
-    microbatches = run.train.microbatches(run.data.seq_len)
-    return away(state, mesh.moments_ahead, microbatches=microbatches)
+    microbatches, flight = run.train.microbatches(run.data.seq_len), run.overlap.flight
+    count = microbatches // (flight if microbatches % flight == 0 else 1)
+    looks = run.router.balance_over == "step" and bool(run.router.balance_loss) and microbatches > 1
+    return away(state, mesh.moments_ahead, passes=(count, microbatches * looks))
   # Data ranks that neither share nor partition have equal shards, which their host keeps and
   # updates once. If one array differs between them, it keeps all for each (`kept.Groups`).
   alike = mesh.shard_state == "none" and mesh.embedding_ranks == 1

@@ -253,6 +253,7 @@ def test_the_model_of_the_copies_by_hand():
   # backward fetches 2 and the totals, 8, and stores 8
   assert two.seconds(1.0) == 28
   assert (one.on_device, two.on_device) == (12, 16)
+  assert dataclasses.replace(two, looks=2).seconds(1.0) == 28 + 2 * 4
   # the update fetches 3 and 2, stores 1 beside the second fetch, and stores 1
   assert Away((1, 1), 1, drawn=(2, 1)).seconds(1.0) == 6
   assert (Away((1, 1), 1, drawn=(2, 1)).on_device, Away((1, 1), 0, drawn=(2, 1)).in_memory) == (

@@ -224,3 +224,9 @@ def test_code_that_leaves_needs_torch_and_transformers_alone():
   (path,) = REMOTE.glob("*.py")
   found = imported("remote", ast.parse(path.read_text()))
   assert {name.split(".")[0] for name in found} == {"math", "types", "torch", "transformers"}
+
+
+def test_no_two_test_files_have_one_name():
+  """pytest imports test files by their names alone, and refuses the second of two."""
+  names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+  assert sorted(set(names)) == sorted(names)

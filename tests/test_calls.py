@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,6 +44,10 @@ def pair():
 @functools.cache
 def gpt():
   return scmoe.GPT(SMALL, rngs=nnx.Rngs(0))
+
+
+def away(**given):
+  return scmoe.offloaded(gpt(), scmoe.make_mesh(devices=jax.devices()[:1]), **given)
 
 
 @functools.cache
@@ -182,6 +187,9 @@ def transported(**given):
     (lambda: scmoe.Server(gpt(), cache_bytes="1GiB"), "cache_bytes='1GiB' is of type str, not int"),
     (lambda: scmoe.Server(gpt(), decode=3), "decode=3 is of type int, which cannot be called"),
     (lambda: scmoe.offloaded(gpt(), 3), "mesh=3 is of type int, not Mesh"),
+    (lambda: away(int8="no"), "int8='no' is of type str, not bool"),
+    (lambda: away(pinned=1.5), "pinned=1.5 is of type float, not int"),
+    (lambda: away(pinned=0), "pinned=0 leaves experts in their files"),
     (lambda: scmoe.make_mesh(devices=3), "devices=3 is of type int, not list; use [...]"),
     (lambda: scmoe.make_mesh(devices=["a"]), "devices='a' is of type str, not Device"),
     (lambda: scmoe.make_mesh(devices=[]), "devices=[] is empty; give at least one"),

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from scmoe.run import elastic
 from scmoe.run.command_line import TRAIN_FLAGS, parse, run_config
 from scmoe.run.config import RunConfig
 from scmoe.run.elastic import address, choose_mesh, flags, member_of, variables
+from scmoe.training import distributed
 from scmoe.training.distributed import Cluster, find_cluster, initialize
 from scmoe.training.members import Plan
 from scmoe.training.options import DistributedConfig
@@ -131,8 +133,15 @@ def test_processes_that_do_not_reach_each_other_may_try_again(monkeypatch):
     raise RuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
 
   monkeypatch.setattr(jax.distributed, "initialize", refuses)
-  with pytest.raises(Unavailable, match="process 1 of 2 could not connect: DEADLINE_EXCEEDED"):
-    initialize(DistributedConfig("127.0.0.1:9", 2, 1))
+  monkeypatch.setattr(distributed, "_COORDINATOR_SECONDS", 0.3)
+  with socket.socket() as taken:
+    taken.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else may
+    address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(Unavailable, match=r"process 1 of 2 could not connect \(.*is process 0 run"):
+      initialize(DistributedConfig(address, 2, 1))
+    taken.listen()
+    with pytest.raises(Unavailable, match="process 1 of 2 could not connect: DEADLINE_EXCEEDED"):
+      initialize(DistributedConfig(address, 2, 1))
 
 
 def test_the_command_runs_as_a_member(tmp_path, monkeypatch):

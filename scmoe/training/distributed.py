@@ -7,6 +7,7 @@ import ipaddress
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ VARIABLES = {
   "num_processes": "SCMOE_NUM_PROCESSES",
   "process_id": "SCMOE_PROCESS_ID",
 }
+# A process waits so long for the coordinator to listen, as jax waits for all processes by default.
+_COORDINATOR_SECONDS = 300.0
 
 
 class Cluster(NamedTuple):
@@ -39,10 +42,13 @@ def find_cluster(
   """The processes of this run; None if it has one process only.
 
   Coordinator, number of processes and number of this process are each taken from the first source
-  that gives it: the configuration, the SCMOE_* variables (`VARIABLES`), SLURM.
+  that gives it: the configuration, the SCMOE_* variables (`VARIABLES`), SLURM. Incomplete or
+  malformed variables of SLURM count as none.
 
   Raises:
-    ConfigError: a part is missing or malformed, or does not fit the others.
+    ConfigError: a number in an SCMOE_* variable is malformed; this process is not the first, and
+      there is no coordinator; or, with a coordinator or several processes, a part is missing or
+      malformed, or does not fit the others.
   """
   slurm = _slurm(environment)
   coordinator = (
@@ -53,6 +59,11 @@ def find_cluster(
   count = cfg.num_processes or _number(environment, "num_processes", slurm, 0)
   index = cfg.process_id if cfg.process_id >= 0 else _number(environment, "process_id", slurm, -1)
   if not coordinator and count <= 1:
+    if index > 0:  # without this, every host of the run would train alone
+      raise ConfigError(
+        f"distributed.process_id={index} without other processes; set distributed.coordinator and "
+        "distributed.num_processes, too"
+      )
     return None
   _check(coordinator, count, index)
   return Cluster(coordinator, count, index) if count > 1 else None
@@ -66,12 +77,16 @@ def initialize(cfg: DistributedConfig) -> None:
 
   Raises:
     ConfigError: as `find_cluster`.
-    Unavailable: this process could not connect to the coordinator, or could not listen as one.
+    Unavailable: no process listens at the coordinator's address within 300 s, or jax raises an
+      error, for example since the coordinator's port is taken. If the coordinator listens, but
+      other processes do not come, jax aborts all of them after 300 s (SIGABRT).
   """
   cluster = find_cluster(cfg)
   if cluster is None:
     return
   host, _, port = cluster.coordinator.rpartition(":")
+  if cluster.process_id:
+    _wait_for(host, int(port), cluster)
   bind = f"127.0.0.1:{port}" if is_loopback(host) else None
   try:
     jax.distributed.initialize(
@@ -87,6 +102,28 @@ def initialize(cfg: DistributedConfig) -> None:
       f"{cluster.num_processes} could not connect: {' '.join(str(error).split())[:200]}"
     ) from None
   _share_tilings()
+
+
+def _wait_for(host: str, port: int, cluster: Cluster) -> None:
+  """Waits until a process listens at the coordinator's address.
+
+  jax itself aborts a process that cannot reach the coordinator, without an error to catch.
+
+  Raises:
+    Unavailable: none does within `_COORDINATOR_SECONDS`.
+  """
+  end = time.monotonic() + _COORDINATOR_SECONDS
+  while True:
+    try:
+      socket.create_connection((host.strip("[]"), port), timeout=5).close()
+      return
+    except OSError as error:
+      if time.monotonic() >= end:
+        raise Unavailable(
+          f"distributed.coordinator={cluster.coordinator}: process {cluster.process_id} of "
+          f"{cluster.num_processes} could not connect ({error}); is process 0 running?"
+        ) from None
+    time.sleep(0.1)
 
 
 def _share_tilings() -> None:

@@ -3,9 +3,11 @@
 Each process of the launcher is a member: a `Supervisor` that runs the training command as its
 child. A turn is a time in which the same members train together. If a member falls silent or its
 child dies, the others end their children. While restarts are left, the next turn then begins from
-the newest checkpoint, on the largest mesh that fits the members that are there. If a member comes
-back, or comes late, and the mesh would be larger with it, the first member's child is asked to
-stop: all children save the same step and exit with 75, and a turn with that member begins.
+the newest checkpoint, on the largest mesh that fits the members that are there, without those that
+have another than the commonest number of devices, and without one whose host seems at fault if a
+mesh fits the others (`Supervisor._chosen_from`). If another member comes back, or comes late, and
+the mesh would be larger with it, the first member's child is asked to stop: all children save the
+same step and exit with 75, and a turn with that member begins.
 
 Why the children end: a collective whose peer has died does not return with gloo, even with jax's
 recoverable tasks (experiments/LOG.md), and process 0's death ends jax's coordination service.

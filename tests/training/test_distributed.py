@@ -46,6 +46,8 @@ def test_found_in_configuration_environment_or_slurm(cfg, environment, expected)
     ({"coordinator": "a:1", "num_processes": 2}, {}, "process_id=-1 is not a process of 2"),
     ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, {}, "use 0 to 1"),
     ({}, OURS | {"SCMOE_PROCESS_ID": "one"}, "SCMOE_PROCESS_ID='one' is not a number"),
+    ({"process_id": 3}, {}, "process_id=3 without other processes; set distributed.coordinator"),
+    ({}, {"SCMOE_NUM_PROCESSES": "1", "SCMOE_PROCESS_ID": "3"}, "process_id=3 without other"),
     ({"heartbeat_seconds": 0}, {}, r"distributed\.heartbeat_seconds=0 is too small"),
   ],
 )

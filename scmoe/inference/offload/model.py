@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_type
+from scmoe.base.options import check_type, check_whole
 from scmoe.inference.offload import trace as expert_trace
 from scmoe.models.gpt import GPT
 from scmoe.models.stacked import Apart, each_layer
@@ -235,11 +235,14 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
       `InferenceFolder.mapped`.
 
   Raises:
-    ConfigError: an argument is of another type; see `check`; or `pinned` leaves experts in their
-      files on a mesh with tensor > 1.
+    ConfigError: an argument is of another type; see `check`; `pinned` is below 0, leaves experts in
+      their files on a mesh with tensor > 1, or does so with a model that has no files.
   """
   check_type("model", model, GPT)
   check_type("mesh", mesh, Mesh)
+  check_type("int8", int8, bool)
+  if pinned is not None:
+    check_whole("pinned", pinned, 0)
   check(model, mesh)
   pinned = model.config.num_pairs if pinned is None else pinned
   if pinned < model.config.num_pairs and mesh.shape["tensor"] > 1:
@@ -249,6 +252,11 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
     )
   graph, params = nnx.split(model)
   count, is_param = model.config.num_pairs, lambda x: isinstance(x, nnx.Variable)
+  if pinned < count and not any(hasattr(x, "on_disk") for x in jax.tree.leaves(params)):
+    raise ConfigError(
+      f"pinned={pinned} leaves experts in their files, and this model has none; open it with "
+      "InferenceFolder.mapped, or leave pinned out"
+    )
 
   def lay(path: tuple, param: Any, spec: Any) -> Any:
     stack, axes = param.get_value(), spec.get_value()

@@ -39,5 +39,5 @@ def test_a_checkpoint_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
 
   monkeypatch.setattr(study, "train", train)
   (tmp_path / "farskip-text-0/checkpoints").mkdir(parents=True)  # a copy that was cut off
-  study.student("farskip", "text", 0, None)
+  study.student("farskip", "text", 0, {})
   assert study.result["runs"][0]["losses"] == [[1, 2]]

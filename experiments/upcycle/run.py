@@ -34,10 +34,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scmoe.sweep import shared_out
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 GRACE = 60.0  # seconds that a run which is cut off has for its checkpoint
 PREEMPTED = 75
+Environment = dict[str, str]  # variables that give a process its part of the GPUs
 PILOT_SEED = 9  # of the runs that choose the rate; the study has 0, 1 and 2
 
 WIRINGS = ("scmoe_pos2", "farskip")
@@ -142,7 +147,7 @@ class Study:
     folder: the runs' folders.
     out: folder of the results.
     deadline: value of `time.monotonic` at which the call ends.
-    jobs: students at a time. Above 1 each has a GPU of its own.
+    jobs: students at a time, each with its part of the GPUs (`scmoe.sweep.shared_out`).
     rest: further flags of the teacher's training.
   """
 
@@ -162,12 +167,12 @@ class Study:
     self.path.write_text(json.dumps(self.result, indent=1) + "\n", "utf-8")
     self.path.with_suffix(".txt").write_text(table(self.result) + "\n", "utf-8")
 
-  def call(self, command: list[str], gpu: str | None = None) -> None:
+  def call(self, command: list[str], environment: Environment | None = None) -> None:
     """Runs one command of scmoe; at the deadline it saves.
 
     Args:
       command: module and flags.
-      gpu: entry of CUDA_VISIBLE_DEVICES for the command; None leaves it as it is.
+      environment: variables in addition to this process's.
 
     Raises:
       OutOfTime: the deadline has come.
@@ -179,7 +184,7 @@ class Study:
     print("$", shlex.join(["python", *words[1:]]), flush=True)
     # Students that differ only in the seed have the same program: the first compiles it for all.
     cache = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "programs")}
-    env = {**cache, **os.environ} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+    env = {**cache, **os.environ, **(environment or {})}
     process = subprocess.Popen(words, cwd=ROOT, env=env)
     try:
       limit = None if math.isinf(self.deadline) else max(self.deadline - time.monotonic(), 1)
@@ -200,7 +205,7 @@ class Study:
     every: int,
     begin: list[str],
     fields: dict[str, str],
-    gpu: str | None = None,
+    environment: Environment | None = None,
   ) -> None:
     """Trains a run to its end, or goes on with it; `every` is the steps between evaluations."""
     options = {
@@ -214,7 +219,7 @@ class Study:
       **fields,
     }
     flags = [f"--config.{name}={value}" for name, value in options.items()]
-    self.call(["scmoe.train", *begin, f"--workdir={workdir}", *flags], gpu)
+    self.call(["scmoe.train", *begin, f"--workdir={workdir}", *flags], environment)
 
   def prepare(self) -> None:
     """Trains the teacher and makes the starts, as far as they are missing."""
@@ -235,7 +240,7 @@ class Study:
   def students(self) -> None:
     """Trains the pilots and students without a result, seed by seed: a cut leaves comparisons."""
     self.side_by_side(
-      lambda gpu, rate=rate: self.pilot(rate, gpu)
+      lambda given, rate=rate: self.pilot(rate, given)
       for rate in self.sizes.rates
       if len(self.sizes.rates) > 1 and rate not in self.result["pilots"]
     )
@@ -244,33 +249,31 @@ class Study:
       (wiring, way, seed) for seed in range(3) for wiring in WIRINGS for way in self.sizes.ways
     ]
     self.side_by_side(
-      lambda gpu, entry=entry: self.student(*entry, gpu) for entry in wanted if entry not in done
+      lambda given, entry=entry: self.student(*entry, given)
+      for entry in wanted
+      if entry not in done
     )
 
-  def side_by_side(self, tasks: Iterable[Callable[[str | None], None]]) -> None:
-    """Runs all tasks, `jobs` at a time, and gives each the GPU that it has for itself.
+  def side_by_side(self, tasks: Iterable[Callable[[Environment], None]]) -> None:
+    """Runs all tasks, `jobs` at a time, and gives each the environment of its part of the GPUs.
 
     Raises:
       OutOfTime: the deadline came; every task that was running has saved.
     """
-    if self.jobs == 1:
-      for task in tasks:
-        task(None)
-      return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    free: queue.Queue[str] = queue.Queue()
-    for index in range(self.jobs):
-      free.put(visible.split(",")[index] if visible else str(index))
+    waiting = list(tasks)
+    free: queue.Queue[Environment] = queue.Queue()
+    for environment in shared_out(self.jobs, len(waiting)):
+      free.put(environment)
 
-    def on_a_gpu(task: Callable[[str | None], None]) -> None:
-      gpu = free.get()
+    def in_turn(task: Callable[[Environment], None]) -> None:
+      environment = free.get()
       try:
-        task(gpu)
+        task(environment)
       finally:
-        free.put(gpu)
+        free.put(environment)
 
-    with concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
-      for future in [pool.submit(on_a_gpu, task) for task in tasks]:
+    with concurrent.futures.ThreadPoolExecutor(free.qsize()) as pool:
+      for future in [pool.submit(in_turn, task) for task in waiting]:
         future.result()
 
   def rate(self) -> str:
@@ -298,24 +301,24 @@ class Study:
     self.call(["scmoe.evaluate", workdir, batches, f"--json={figures}"])
     return json.loads(figures.read_text("utf-8"))["loss"]
 
-  def pilot(self, rate: str, gpu: str | None) -> None:
+  def pilot(self, rate: str, environment: Environment) -> None:
     """Trains the pilot of a learning rate, and writes its last held-out loss."""
-    losses, _ = self.learn(f"pilot-{rate}", "scmoe_pos2", "hidden", PILOT_SEED, rate, gpu)
+    losses, _ = self.learn(f"pilot-{rate}", "scmoe_pos2", "hidden", PILOT_SEED, rate, environment)
     with self.lock:
       self.result["pilots"][rate] = losses[-1][1]
       self.write()
 
-  def student(self, wiring: str, way: str, seed: int, gpu: str | None) -> None:
+  def student(self, wiring: str, way: str, seed: int, environment: Environment) -> None:
     """Trains one student from the start of its wiring, and writes its recovery curve."""
     name, rate = f"{wiring}-{way}-{seed}", self.rate()
-    losses, tokens = self.learn(name, wiring, way, seed, rate, gpu)
+    losses, tokens = self.learn(name, wiring, way, seed, rate, environment)
     found = {"wiring": wiring, "way": way, "seed": seed, "rate": rate}
     with self.lock:
       self.result["runs"].append(found | {"losses": losses, "tokens": tokens})
       self.write()
 
   def learn(
-    self, name: str, wiring: str, way: str, seed: int, rate: str, gpu: str | None
+    self, name: str, wiring: str, way: str, seed: int, rate: str, environment: Environment
   ) -> tuple[list[list[float]], int]:
     """Trains a run from the start of a wiring.
 
@@ -336,7 +339,7 @@ class Study:
     steps = self.sizes.student_steps
     fields["checkpoint.every"] = str(steps)  # a run is short, and a cut saves
     begin = [f"--config_json={start / 'config.json'}"]
-    self.train(workdir, steps, max(1, steps // 4), begin, fields, gpu)
+    self.train(workdir, steps, max(1, steps // 4), begin, fields, environment)
     losses = [[line["step"], line["loss"]] for line in records(workdir, "eval")]
     shutil.rmtree(workdir / "checkpoints")  # eighteen states of the larger model fill a disk
     return losses, last(workdir, "train")["tokens"]

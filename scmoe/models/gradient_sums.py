@@ -128,6 +128,11 @@ class Losses(Protocol):
     ...
 
 
+def group_size(microbatches: int, flight: int) -> int:
+  """How many microbatches run side by side: `overlap.flight` if it divides their number, else 1."""
+  return flight if microbatches % flight == 0 else 1
+
+
 def accumulate(
   objective: Losses,
   params: PyTree,
@@ -151,8 +156,7 @@ def accumulate(
     rng: random key of the step.
     specs: PartitionSpecs like the whole parameters.
     gradient_dtype: dtype in which gradients travel between devices.
-    flight: number of microbatches that run side by side; if it does not divide A, they run one by
-      one. The results do not depend on it.
+    flight: see `group_size`. The results do not depend on it.
     factor: multiplies the loss before it is differentiated, and so the gradients (`LossScaling`);
       the returned loss is without it.
     shares: says for which parameters a data rank gets only its share of the gradient; None: for
@@ -164,7 +168,7 @@ def accumulate(
     have the parameters' dtypes.
   """
   count = jax.tree.leaves(batch)[0].shape[0]
-  size = flight if count % flight == 0 else 1
+  size = group_size(count, flight)
   key_of = lambda number: jax.random.fold_in(rng, number)
   counts = objective.counts(batch)
   ahead = objective.look_ahead(params, router, batch, key_of)

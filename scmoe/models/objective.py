@@ -268,8 +268,8 @@ class RoutedObjective(abc.ABC):
       batch: as for `counts`.
       key_of: number of a microbatch -> its key.
     """
-    microbatches, options = batch.weights.shape[0], self.router
-    if microbatches == 1 or options.balance_over != "step" or not options.balance_loss:
+    microbatches = batch.weights.shape[0]
+    if not self.router.looks_ahead(microbatches):
       return None
     one = jax.tree.map(lambda x: x[0], batch)
     model: Any = self.merged(ready_beside_pairs([params])[0], own_tokens(one))

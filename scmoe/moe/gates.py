@@ -25,7 +25,7 @@ from scmoe.base.extensions import load, made_by
 from scmoe.base.options import check_whole
 from scmoe.kernels.grouped_matmul.activations import clamped
 from scmoe.kernels.top_k import GateOutput, gate_product, gate_top_k
-from scmoe.moe.options import GATES, RouterConfig
+from scmoe.moe.options import GATES, RouterConfig, check_top_k
 
 LOG_SCALE_MAX = math.log(100.0)
 COSINE_EPS = 1e-12
@@ -127,8 +127,7 @@ class LinearGate(nnx.Module):
     Raises:
       ConfigError: k is larger than E.
     """
-    if k > (most := self.weight.shape[-1]):
-      raise ConfigError(f"model.top_k={k} is larger than model.num_experts={most}")
+    check_top_k(k, self.weight.shape[-1])
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 
 

@@ -81,6 +81,16 @@ class CompatConfig(Options, path="router.compat"):
   )
 
 
+def check_top_k(k: int, num_experts: int) -> None:
+  """Checks that a token's experts are not more than there are.
+
+  Raises:
+    ConfigError: they are.
+  """
+  if k > num_experts:
+    raise ConfigError(f"model.top_k={k} is larger than model.num_experts={num_experts}")
+
+
 @dataclasses.dataclass(frozen=True)
 class RouterConfig(Options, path="router"):
   """Options of routing: how tokens choose experts, and what balances the experts' loads."""
@@ -191,6 +201,13 @@ class RouterConfig(Options, path="router"):
   def num_gates(self) -> int:
     """Number of a layer's gates: one per task, or those that take turns (`router.compat.gates`)."""
     return self.tasks or self.compat.gates
+
+  def looks_ahead(self, microbatches: int) -> bool:
+    """Whether a step of so many microbatches begins with a forward pass for their loads alone.
+
+    The gradient of a balancing loss of the whole step needs the loads of all microbatches.
+    """
+    return microbatches > 1 and self.balance_over == "step" and bool(self.balance_loss)
 
   def real_share(self, k: int, num_experts: int, zero_experts: int) -> float:
     """The share of the choices that computing experts, not zero experts, are meant to get.

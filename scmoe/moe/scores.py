@@ -16,7 +16,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.options import check_array, check_type, check_whole
 from scmoe.kernels.top_k import GateOutput, gate_product
 from scmoe.moe.gates import check_logits, compute_dtype
-from scmoe.moe.options import RouterConfig
+from scmoe.moe.options import RouterConfig, check_top_k
 
 Gate = Callable[[Array], Array] | Array
 
@@ -197,8 +197,7 @@ def score(
   else:
     clean_TE = gate_product(x_TD, gate, fp32=config.compat.fp32_gate)
   check_logits(clean_TE, x_TD.shape[0], num_experts)
-  if k > clean_TE.shape[1]:
-    raise ConfigError(f"model.top_k={k} is larger than model.num_experts={clean_TE.shape[1]}")
+  check_top_k(k, clean_TE.shape[1])
   clean_TE = clean_TE.astype(jnp.promote_types(clean_TE.dtype, jnp.float32))
   logits_TE = clean_TE
   if noise_TE is not None:
@@ -229,5 +228,5 @@ def _check_arguments(
       f"the mask has shape {list(mask_T.shape)} and type {mask_T.dtype}; {tokens} tokens need "
       f"[{tokens}] and bool"
     )
-  if num_experts is not None and k > num_experts:
-    raise ConfigError(f"model.top_k={k} is larger than model.num_experts={num_experts}")
+  if num_experts is not None:
+    check_top_k(k, num_experts)

@@ -103,11 +103,6 @@ class DryRun:
   away: Away | None = None
 
   @property
-  def passes(self) -> Passes | None:
-    """Copies of experts in the host's memory; None: they lie on the device."""
-    return None if self.away is None else self.away.passes
-
-  @property
   def tokens_per_step(self) -> int:
     """Tokens of one optimizer step."""
     train, length = self.run.train, self.run.data.seq_len
@@ -124,7 +119,7 @@ class DryRun:
       tokens=self.tokens_per_step,
       exchanging=mesh.expert,
       copies=None if self.away is None else self.away.seconds,
-      passes=None if self.passes is None else self.passes.seconds,
+      passes=None if (passes := _passes(self.away)) is None else passes.seconds,
       computes=mesh.moments_update == "host",
       filed=mesh.moments_in == "files",
     )
@@ -172,19 +167,14 @@ class _Planned(NamedTuple):
       gathered=sharing.gathered_bytes,
       copies=0 if _in_halves(run) else sharing.copied_bytes,
       frozen=sharing.bytes_read(self.shapes) if self.adapters else 0,
-      experts=0 if self.passes is None else self.passes.on_device,
+      experts=0 if (passes := _passes(self.away)) is None else passes.on_device,
       arriving=0 if self.away is None else self.away.on_device,
     )
 
   @property
-  def passes(self) -> Passes | None:
-    """Copies of experts in the host's memory; None: they lie on the device."""
-    return None if self.away is None else self.away.passes
-
-  @property
   def gradients(self) -> int:
     """Bytes of float32 gradients that stay on the device until the update."""
-    gone = 0 if self.passes is None else sum(self.passes.gradients)
+    gone = 0 if (passes := _passes(self.away)) is None else sum(passes.gradients)
     return self.sharing.gradient_bytes - gone
 
 
@@ -238,6 +228,11 @@ def state_memory(run: RunConfig) -> Memory:
   return _planned(run).memory
 
 
+def _passes(away: Away | None) -> Passes | None:
+  """Copies of experts in the host's memory; None: they lie on the device."""
+  return None if away is None else away.passes
+
+
 def _work(plan: _Planned, sent: traffic.Sent) -> StepWork:
   return StepWork(
     run=plan.sharing.run,
@@ -247,7 +242,7 @@ def _work(plan: _Planned, sent: traffic.Sent) -> StepWork:
     state=bytes_per_device((plan.state.params, plan.state.opt_state)),
     totals=plan.sharing.gradient_bytes,
     copies=None if plan.away is None else plan.away.seconds,
-    passes=None if plan.passes is None else plan.passes.seconds,
+    passes=None if (passes := _passes(plan.away)) is None else passes.seconds,
   )
 
 

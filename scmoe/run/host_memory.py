@@ -27,6 +27,7 @@ import jax
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
+from scmoe.models.gradient_sums import group_size
 from scmoe.models.stacked import STACKS, is_apart
 from scmoe.offload.memory import HOST
 from scmoe.run.build import Built
@@ -321,10 +322,10 @@ def planned_away(run: RunConfig, state: TrainState) -> Away | None:
   """
   mesh = run.mesh
   if mesh.moments_update == "device":
-    microbatches, flight = run.train.microbatches(run.data.seq_len), run.overlap.flight
-    count = microbatches // (flight if microbatches % flight == 0 else 1)
-    looks = run.router.balance_over == "step" and bool(run.router.balance_loss) and microbatches > 1
-    return away(state, mesh.moments_ahead, passes=(count, microbatches * looks))
+    microbatches = run.train.microbatches(run.data.seq_len)
+    count = microbatches // group_size(microbatches, run.overlap.flight)
+    looks = microbatches if run.router.looks_ahead(microbatches) else 0
+    return away(state, mesh.moments_ahead, passes=(count, looks))
   # Data ranks that neither share nor partition have equal shards, which their host keeps and
   # updates once. If one array differs between them, it keeps all for each (`kept.Groups`).
   alike = mesh.shard_state == "none" and mesh.embedding_ranks == 1

@@ -136,8 +136,7 @@ def not_counted(run: RunConfig) -> list[str]:
     run: resolved.
   """
   optimizer, microbatches = run.optimizer, run.train.microbatches(run.data.seq_len)
-  balanced = bool(run.model.wiring_rule.taps and run.router.balance_loss)
-  looks_ahead = run.router.balance_over == "step" and balanced and microbatches > 1
+  looks_ahead = bool(run.model.wiring_rule.taps) and run.router.looks_ahead(microbatches)
   found = {
     "router.balance_over=step": looks_ahead,
     f"train.teacher={run.train.teacher}": bool(run.train.teacher),

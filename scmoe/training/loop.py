@@ -188,6 +188,7 @@ class Run:
     # Whether the training step was compiled.
     self.prepared = False
     self.evaluated_step = -1
+    self.began_at = 0  # the step that this start began with
     self.tracing = False
     # Whether `skipped_in_row` was above 0 in the last results that the host has read.
     self.skipping = False
@@ -238,6 +239,7 @@ class Run:
         write_card(self.workdir, **trainer.card)
     if not self.introduced:
       self._introduce("new run in" if restored is None else _origin(restored.meta))
+    self.began_at = self.step
     self.journal.open(self.step)
     if restored is not None and self.due(self.train.eval_every) and not self._evaluated():
       self.evaluate()
@@ -297,7 +299,7 @@ class Run:
   def finish(self) -> TrainState:
     """Saves; raises `Preempted` if the run was stopped, or else evaluates, samples and sums up.
 
-    If an earlier start has evaluated the last step, neither evaluation nor sample is repeated.
+    A start that finds the last step done and evaluated repeats neither evaluation nor sample.
 
     Returns:
       the final state, as a checkpoint holds it.
@@ -314,12 +316,12 @@ class Run:
         f"stopped at step {self.step} of {train.steps} and saved; run the same command again to "
         "go on"
       )
-    evaluated_before = self.trainer.evaluate is not None and self._evaluated()
-    if not self._evaluated():
+    evaluated = self._evaluated()
+    if not evaluated:
       self.evaluate()
-    if self.stop.poll() and not self._evaluated():
-      raise Preempted(f"stopped at step {self.step} before its evaluation; run the command again")
-    if not evaluated_before:
+      if self.stop.poll() and not self._evaluated():
+        raise Preempted(f"stopped at step {self.step} before its evaluation; run the command again")
+    if not evaluated or self.step > self.began_at:
       self.sample()
     self.journal.sum_up(self.step)
     return self.state.for_checkpoint()

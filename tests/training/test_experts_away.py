@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from covering import night
 from drawn import drawn_init
+from reloading import reloaded
 
 from scmoe.base.errors import ConfigError
 from scmoe.inference.evaluation import evaluate
@@ -20,10 +21,8 @@ from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import dry_run
 from scmoe.run.expert_copies import Passes
 from scmoe.run.host_memory import Away
-from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.host_arrays import lies_on_host
 from scmoe.training.options import (
-  CheckpointConfig,
   OptimizerAblation,
   OptimizerConfig,
   TrainConfig,
@@ -141,16 +140,9 @@ def test_every_layer_s_matrices_lie_in_the_host_s_memory_before_and_after():
 @pytest.mark.parametrize(("place", "other"), [("host", "device"), ("device", "host")])
 def test_a_checkpoint_loads_in_the_other_place(place, other, dtype, tmp_path):
   state = stepped(place)[1] if dtype == "float32" else begun(built(place, dtype=dtype))
-  want = state.for_checkpoint()
-  keeper = Checkpointer(tmp_path, CheckpointConfig())
-  keeper.save_now(STEPS, want, {}, {"config": built(place, dtype=dtype).config})
   abstract = built(other, dtype=dtype).abstract_state()
-  found = keeper.restore_latest_valid(abstract.for_checkpoint())
-  got = found.state.like(abstract).placed(abstract)
-  for x, like in zip(jax.tree.leaves(got), jax.tree.leaves(abstract), strict=True):
-    assert (x.sharding, x.shape, x.dtype) == (like.sharding, like.shape, like.dtype)
-  assert bits(got.for_checkpoint()) == bits(want)
-  keeper.close()
+  got = reloaded(tmp_path, state, built(place, dtype=dtype).config, abstract)
+  assert bits(got.for_checkpoint()) == bits(state.for_checkpoint())
 
 
 def test_a_run_begins_from_given_weights_and_in_a_checkpoint_s_form():

@@ -23,6 +23,7 @@ from moment_places import (
   step_of,
   stepped,
 )
+from reloading import reloaded
 
 from scmoe.base.errors import ConfigError
 from scmoe.models.stacked import is_apart
@@ -34,12 +35,10 @@ from scmoe.run.dry_run import dry_run
 from scmoe.run.host_memory import Away, away, check_host_memory
 from scmoe.training import fingerprint
 from scmoe.training import kept as kept_module
-from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.fingerprint import survey
 from scmoe.training.host_arrays import lies_on_host
 from scmoe.training.kept import Groups, is_kept
 from scmoe.training.options import (
-  CheckpointConfig,
   OptimizerConfig,
 )
 from scmoe.training.step import init_state, make_train_step
@@ -170,17 +169,9 @@ def test_only_counters_and_what_the_model_reads_lie_on_the_device():
 def test_a_checkpoint_loads_in_the_other_place(place, other, tmp_path):
   """Also on another mesh, where ranks share nothing."""
   own, state, _ = stepped(place)
-  want = state.for_checkpoint()
-  keeper = Checkpointer(tmp_path, CheckpointConfig())
-  keeper.save_now(STEPS, want, {}, {"config": own.config})
   abstract = built(other, mode="none", data=1).abstract_state()
-  found = keeper.restore_latest_valid(abstract.for_checkpoint())
-  got = found.state.like(abstract).placed(abstract)
-  assert jax.tree.structure(got) == jax.tree.structure(abstract)
-  for x, like in zip(jax.tree.leaves(got), jax.tree.leaves(abstract), strict=True):
-    assert (x.sharding, x.shape, x.dtype) == (like.sharding, like.shape, like.dtype)
-  assert named_bits(got.for_checkpoint()) == named_bits(want)
-  keeper.close()
+  got = reloaded(tmp_path, state, own.config, abstract)
+  assert named_bits(got.for_checkpoint()) == named_bits(state.for_checkpoint())
 
 
 def test_the_plan_is_what_the_arrays_are():

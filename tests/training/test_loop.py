@@ -284,8 +284,9 @@ def test_the_last_step_has_one_sample(mesh8, tmp_path, capsys, every, steps):
   assert told == [f"sample at step {step}:" for step in steps]
 
 
-def test_a_finished_run_is_sampled_once(mesh8, tmp_path, capsys):
-  options = {"steps": 3, "sample": lambda state: "text", "evaluate": lambda *_: {"loss": 1.0}}
+@pytest.mark.parametrize("evaluate", [None, lambda *_: {"loss": 1.0}], ids=["never", "in the end"])
+def test_a_finished_run_is_sampled_once(mesh8, tmp_path, capsys, evaluate):
+  options = {"steps": 3, "sample": lambda state: "text", "evaluate": evaluate}
   for _ in range(2):
     trainer(mesh8, tmp_path, **options).run()
   assert capsys.readouterr().out.count("sample at step") == 1

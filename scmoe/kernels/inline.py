@@ -15,7 +15,7 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def ptx(text: str, operands: list[Any], constraints: str) -> None:
-  """Embeds PTX in the kernel, for every thread to run; `$0`, `$1` ... are the operands.
+  """Embeds PTX in the kernel, for every thread that gets there; `$0`, `$1` ... are the operands.
 
   Args:
     text: PTX instructions. The compiler assumes that they may read and write any memory.
@@ -49,7 +49,7 @@ def scalar(value: Any) -> Any:
 
 
 def run(text: str, in_global: Sequence[Any], in_shared: Sequence[Any] = ()) -> None:
-  """Embeds PTX in the kernel, for every thread to run, with addresses of references as operands.
+  """Embeds PTX in the kernel, with addresses of references as operands; see `ptx`.
 
   Args:
     text: PTX instructions; `$0`, `$1` ... are the addresses.

@@ -40,9 +40,9 @@ def simulated() -> bool:
 def interpretation() -> Any:
   """The simulation's parameters and its number of multiprocessors; None outside `interpreted`.
 
-  A jitted program whose kernels can be simulated takes this value as a static argument, or as a
-  field of one. So jax does not reuse a program compiled for the simulation on the device, or the
-  reverse.
+  A jitted function whose kernels can be simulated must take this value as a static argument, or as
+  a field of one. Otherwise jax might reuse a program compiled for the simulation on the device, or
+  the reverse.
   """
   return (_interpret.get(), _default_sms.get()) if simulated() else None
 
@@ -72,8 +72,9 @@ def has_kernels(device: Any) -> bool:
 def without_kernels() -> Iterator[None]:
   """Inside this context every automatic choice between a kernel and XLA is for XLA.
 
-  A program under `jax.vmap` needs this context: the kernels here have no batching rule, and jax's
-  rule for cuDNN's attention fails with a mask of one head for all (`layers.dot_product`).
+  Where kernels run, a program under `jax.vmap` needs this context: the kernels here have no
+  batching rule, and jax's rule for cuDNN's attention fails with a mask of one head for all
+  (`layers.dot_product`).
   """
   token = _chosen.set(False)
   try:
@@ -107,7 +108,7 @@ def resolve_num_sms(num_sms: int | None) -> int:
 def compiled(body, **options: Any):
   """Builds a kernel with Pallas' warpgroup semantics and approximate math functions.
 
-  Inside `interpreted` the kernel is simulated. So a jitted program with a kernel takes
+  Inside `interpreted` the kernel is simulated. So a jitted function with a kernel must take
   `interpretation()` as a static argument or in one, unless its kernel is never simulated, because
   it needs PTX.
 

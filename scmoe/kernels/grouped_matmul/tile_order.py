@@ -1,9 +1,10 @@
 """The order in which the CTAs of a kernel take its output tiles, and the place of a tile.
 
-Tiles are numbered, and CTAs take them by number: worker 5 of 132 takes tiles 5, 137, 269 and so on.
-The functions here turn a number into a row tile and a column tile, so that CTAs at work at the same
-time share operands in the L2 cache (`banded`), two CTAs of a pair have neighbours (`paired`), and
-long and short tiles are shared out evenly (`snake`).
+Tiles, or pairs of tiles, are numbered, and workers take them by number: a worker is a CTA or a pair
+of CTAs, and worker 5 of 132 takes 5, 137, 269 and so on. `banded` and `paired` turn a number into a
+row tile and a column tile, so that CTAs at work at the same time share operands in the L2 cache,
+and the CTAs of a pair can load some together. `snake` renumbers tiles, so that long and short ones
+are shared out more evenly.
 """
 
 from typing import Any
@@ -28,11 +29,11 @@ def tiles_over(width: int, size: int, multiple: int = 1) -> int:
 def first_of(tile: Any, size: int, width: int) -> Any:
   """The first row or column of a tile.
 
-  A tile that would reach past the width ends where the width ends. It computes some rows or columns
-  of the tile before once more, and stores the same numbers: tiles of 128 on a width of 320 begin at
-  0, 128 and 192, and a fourth tile, for an even number, at 192 too. The exception is a width that
-  whole tiles cover: a further tile for an even number begins where the width ends, and what it
-  computes is not stored (tiles of 128 on a width of 384: 0, 128, 256 and 384).
+  A tile that would reach past the width ends where the width ends. It computes rows or columns of
+  the tile before once more, with the same results: tiles of 128 on a width of 320 begin at 0, 128
+  and 192, and a fourth tile, for an even number, at 192 too. The exception is a width that whole
+  tiles cover: a further tile for an even number begins where the width ends, and what it computes
+  is not stored (tiles of 128 on a width of 384: 0, 128, 256 and 384).
   """
   if width % size == 0:
     return tile * size
@@ -117,8 +118,8 @@ def locate_rows(
 def snake(tile: Any, num_tiles: int, workers: int) -> Any:
   """Tile number -> tile number, with every other full wave of `workers` tiles backwards.
 
-  If tiles are in order of falling work, the CTA with the longest tile of a wave then has the
-  shortest tile of the next wave. Eight tiles and three workers: 0 1 2, 5 4 3, 6 7.
+  If tiles are in order of falling work, the worker with the longest tile of a wave then has the
+  shortest tile of the next full wave. Eight tiles and three workers: 0 1 2, 5 4 3, 6 7.
   """
   wave, place = lax.div(tile, jnp.int32(workers)), lax.rem(tile, jnp.int32(workers))
   backwards = (lax.rem(wave, jnp.int32(2)) == 1) & ((wave + 1) * workers <= num_tiles)

@@ -1,10 +1,10 @@
 """Chooses the tile shape of a product: the user's measured one, one of a table, or one by rules.
 
-`python -m scmoe.bench.tune` measures `variants` on a user's GPU and keeps the fastest (`tuned`). A
-product that it did not measure takes its entry of `tiling_tables.TABLE`. A product without an
-entry, or with a result that is not of 2-byte elements, takes the first of `candidates`. That
-function orders tilings by rules, and finds at least one for any two widths that are multiples of
-64. Products of fp8 operands all take `FP8`.
+`python -m scmoe.bench.tune` measures `variants` on a user's GPU and stores its choice (`tuned`). A
+product for which no such choice counts takes its entry of `tiling_tables.TABLE`. A product without
+an entry, or with a result that is not of 2-byte elements, takes the first of `candidates`. That
+function orders tilings by rules, and finds at least one for any two widths that are positive
+multiples of 64. Products of fp8 operands all take `FP8`.
 """
 
 import contextlib
@@ -36,7 +36,9 @@ from scmoe.kernels.grouped_matmul.tuned import Key
 
 ROW_TILE = KERNEL_ROW_TILE
 SMEM_LIMIT = 232_448  # Bytes of shared memory that a CTA may have on Hopper.
-TWICE = 0.07  # The largest share of a result's rows or columns that tiles may compute twice.
+# The largest share of a result's rows or columns that tiles may compute twice, without the further
+# tile that makes their number even for pairs.
+TWICE = 0.07
 _RESERVED = 2_048  # Bytes of shared memory for barriers, biases and their alignment.
 
 # The tiling for fp8 operands. A stage is one block of `fp8` deep. The sums take registers beside
@@ -75,7 +77,7 @@ def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
 def candidates(
   kind: str, width: int, n: int, out_itemsize: int = 2, *, gathered: bool = False
 ) -> list[Tiling]:
-  """Tilings that fit a product; the first is the one that the rules here and in the tables prefer.
+  """Tilings that fit a product; the first is the one that the rules prefer, whatever `TABLE` says.
 
   Args:
     kind: one of `KINDS`.
@@ -99,8 +101,8 @@ def candidates(
   _put_pingpong_first(result, product)
   _insert_pairs(result, product, out_itemsize)
   if kind not in TWO_RESULTS and n % 128 and n % 192 == 0:
-    # Tiles of 192 columns are 4 to 8 % faster than tiles that compute columns twice (2880 columns;
-    # experiments/kernels).
+    # Tiles of 192 columns are 4 to 8 % faster than tiles of 256, which compute columns twice (2880
+    # columns; experiments/kernels).
     result.sort(key=lambda t: t.cols != 192)
   return result
 
@@ -136,7 +138,7 @@ def _put_pingpong_first(result: list[Tiling], product: Product) -> None:
 def _insert_pairs(result: list[Tiling], product: Product, out_itemsize: int) -> None:
   """Adds forms with pairs of CTAs: one for one matrix's gradient ("weights"), and those of `PAIRS`.
 
-  The pair for a gradient comes first. It needs an even number of row tiles and no gather.
+  The pair for a gradient is inserted in front. It needs an even number of row tiles and no gather.
   """
   paired = product.kind == "weights" and not product.gathered
   if paired and tiles_over(product.width, result[0].rows) % 2 == 0:
@@ -166,9 +168,10 @@ def _covers(size: int, width: int) -> bool:
 def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[Tiling]:
   """The tilings that are worth measuring for a 2-byte result; arguments as for `candidates`.
 
-  They are the candidates with each of `BANDS`, alone and, except for "down_backward", in pairs. A
-  gradient of gathered rows has no pairs that would gather past the array. The first candidate comes
-  first. The shipped tiling is among them.
+  They are the candidates with each of `BANDS` and, except for "down_backward", also the pairs of
+  those that are single. Pairs that would share the gathered operand of "rows", "activated" or "up",
+  or gather a gradient's operand past the array, are left out. The first candidate comes first. The
+  shipped tiling is among them.
   """
   alone = candidates(kind, width, n, gathered=gathered)
   # A pair of "cols" shares the rows' operand, so that operand cannot be gathered. A product for
@@ -197,7 +200,7 @@ def _gathers_past(tiling: Tiling, kind: str, width: int, n: int) -> bool:
 def shipped(kind: str, width: int, n: int, *, gathered: bool = False) -> Tiling:
   """The package's tiling for a 2-byte result: the one in `TABLE`, or else the first candidate.
 
-  Arguments are those of `candidates`.
+  `TABLE` is asked for the kind of the first device. Arguments are those of `candidates`.
   """
   table = TABLE.get(jax.devices()[0].device_kind, {})
   known = table.get((kind, width, n, gathered))

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
 from scmoe.kernels.grouped_matmul.tuned import Key
 
-# Kinds of product: "rows" (one result), "activated" (one result, and its activation), "up" (the
-# results for gate and up, and their activation), "dx" (two products added into one result),
-# "weights" and "weights_pair" (the gradients of one matrix and of two), and "down_backward"
-# (`down_backward.py`).
+# Kinds of product: "rows" (one result), "activated" (the activation of one result, perhaps beside
+# the result), "up" (that of the results for gate and up, perhaps beside these), "dx" (two products
+# added into one result), "weights" and "weights_pair" (the gradients of one matrix and of two), and
+# "down_backward" (`down_backward.py`).
 KINDS = ("rows", "activated", "up", "dx", "weights", "weights_pair", "down_backward")
 WEIGHTS = ("weights", "weights_pair")
 TWO_RESULTS = ("up", "weights_pair")
@@ -84,9 +84,9 @@ def _halved(band: int = 16) -> Tiling:
 
 # Products for which ping-pong tiles come before cooperative ones. With few steps, with an
 # activation, and in weights' gradients, the epilogue of a tile weighs more than the traffic of its
-# operands, and ping-pong hides the epilogue. A product that gathers is better off with wide
-# cooperative tiles, since narrow tiles gather each row more often. Exceptions are "rows" with few
-# steps, and "down_backward", which has ping-pong tiles only (`DOWN_BACKWARD`).
+# operands, and ping-pong hides the epilogue. A product that gathers is mostly better off with wide
+# cooperative tiles, since narrow tiles gather each row more often; "rows" with few steps is not.
+# The order does not concern products that have ping-pong tiles only, as "down_backward" has.
 PINGPONG_FIRST = (
   Where(("activated", "up", "weights"), gathered=False),
   Where(("rows", "dx"), width=(0, 512)),
@@ -95,9 +95,10 @@ PINGPONG_FIRST = (
 
 # (products, form, where the form is inserted among those found so far). Rows are applied in order,
 # and a form is inserted once. Halves of a row tile hide the epilogue as ping-pong tiles of 128 x
-# 128 do, with the operands' traffic of tiles of 128 x 256. They are 1 to 9 % faster than either,
-# except for short products of one operand and for results no wider than one tile. Pairs of whole
-# row tiles are 2 to 6 % faster than halves for long and wide dx, and up to 5 % slower for others.
+# 128 do, with the operands' traffic of tiles of 128 x 256. They are mostly 1 to 9 % faster than
+# either, except for short products of one operand and for results no wider than one tile. Pairs of
+# whole row tiles are mostly 2 to 6 % faster than halves for long and wide dx, and up to 5 % slower
+# for others.
 PAIRS = (
   (Where(("dx",), gathered=False), _halved(), 0),
   (Where(("rows",), gathered=False, width=(512, math.inf), n=(512, math.inf)), _halved(), 0),
@@ -109,9 +110,9 @@ PAIRS = (
   ),
 )
 
-# Without a gather, bands of 16 are 1 to 8 % slower than bands of 8. A fifth stage, which takes the
-# room of half of the epilogue's buffers, makes long products up to 9 % faster. A short product does
-# not hide the longer epilogue (no difference at width 2,048, 2 % slower at 1,536).
+# Without a gather, bands of 16 are 1 to 8 % slower than bands of 8. A fifth stage, in the room of
+# half of the buffers for pre-activations, makes long products up to 9 % faster. A short product
+# does not hide the longer epilogue (no difference at width 2,048, 2 % slower at 1,536).
 DOWN_BACKWARD = (
   (Where(("down_backward",), gathered=True), Tiling(stages=4, pingpong=True, band=16)),
   (
@@ -121,9 +122,9 @@ DOWN_BACKWARD = (
   (Where(("down_backward",)), Tiling(stages=4, pingpong=True, band=8)),
 )
 
-# Device kind -> product -> a tiling that beat the first candidate there, timed in turns with other
-# tilings (experiments/kernels). The comment above a line gives its time, then that of other
-# tilings.
+# Device kind -> product -> a tiling that beat what was the first candidate then, timed in turns
+# with other tilings (experiments/kernels). The comment above a line, or above two, gives its time,
+# then that of other tilings.
 TABLE: dict[str, dict[Key, Tiling]] = {
   "NVIDIA H200": {
     # 6.521 ms with equal groups, 6.741 ms with skewed ones; with single CTAs 7.266 and 7.274 ms

@@ -2,8 +2,8 @@
 
 Each kind of device has its own JSON file in the user's cache folder. For products with 2-byte
 operands and results its tilings are preferred to those that the package ships, as long as they are
-among the tilings that `tiles` offers for a product (`variants`). If a file cannot be used, a
-warning names it and the products run without it, perhaps slower.
+among the tilings that `tiles` offers for a product (`variants`). If a file is read but cannot be
+used, a warning names it and the products run without it, perhaps slower.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ _tables: dict[str, Table] = {}  # by device kind: read from its file, or given t
 def file_of(device_kind: str) -> Path:
   """The file of a kind of device's measurements: $XDG_CACHE_HOME/scmoe/tilings/KIND.json.
 
-  Without that variable ~/.cache takes its place.
+  If that variable is empty or not set, ~/.cache takes its place. For "NVIDIA H200" KIND is
+  nvidia-h200.
   """
   cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
   name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
@@ -83,7 +84,7 @@ def stored(device_kind: str) -> Table:
   A file whose path is relative is not read: the result is {}.
   """
   file = file_of(device_kind)
-  # The path is relative if XDG_CACHE_HOME is, or if that is not set and there is no home folder.
+  # The path is relative if XDG_CACHE_HOME is, or without it if no absolute home folder is known.
   if not file.is_absolute():
     return {}
   try:
@@ -136,7 +137,7 @@ def parsed(content: str, device_kind: str) -> Table:
 
   Raises:
     StoredError: the content is not JSON.
-    ValueError: the JSON is not what `text` writes, or is for another kind of device.
+    ValueError: the JSON lacks something that `text` writes, or is for another kind of device.
   """
   whole = parse_json(content, "it", object)
   if not isinstance(whole, dict) or whole.get("format") != _FORMAT:

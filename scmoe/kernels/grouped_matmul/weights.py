@@ -19,7 +19,7 @@ class FFNWeights:
   """Matrices and biases of G experts, for the kernels and XLA alike; or the gradients of these.
 
   Attributes:
-    up_GDF: the first layer's matrices.
+    up_GDF: the first layer's matrices, with a gated activation those of its up-projection.
     down_GFD: the last layer's matrices; the width of the result may be another than D.
     gate_GDF: the gate's matrices, beside `up_GDF`, for a gated activation; None otherwise.
     up_bias_GF, down_bias_GD, gate_bias_GF: biases, or None.
@@ -65,7 +65,8 @@ class Execution:
   Attributes:
     activation: the activation between the layers.
     precision: of float32 operands, as in `jax.lax.dot_general`.
-    num_sms: CTAs that the products' kernels launch; None: one for each multiprocessor.
+    num_sms: CTAs that a grouped product's kernel launches (`pipeline.launch`), or multiprocessors
+      among which a single row's products are divided; None: one for each multiprocessor, or all.
     interpretation: the simulation of kernels in use, or None (`launch.interpretation`).
     fp8: whether a forward pass rounds its products' operands to fp8 (`fp8.py`).
   """

@@ -40,7 +40,8 @@ class Operands:
 
   Attributes:
     by_size_G: int32, groups by falling number of tiles.
-    starts_G, sizes_G: int32, first tile of each group, and number of its rows without padding.
+    starts_G, sizes_G: int32, first tile of each group (in the first run), and number of its rows
+      without padding.
     index_R: int32, row of the gathered operand that each row of the tiles reads; None where nothing
       is gathered.
     lhs: the operand [R, M].
@@ -79,7 +80,7 @@ def weights_product(
   out_dtype,
   num_sms: int | None = None,
 ) -> tuple[jax.Array, ...]:
-  """out[g] = lhs[rows of g].T @ rhs[rows of g], for each of several rhs; zero for empty groups.
+  """out[g] = lhs[rows of g].T @ rhs[rows of g], for one rhs or more; zero for empty groups.
 
   Args:
     lhs_RM: the operand whose width becomes the result's rows.
@@ -89,7 +90,7 @@ def weights_product(
     lhs_index_R: if given, the kernel reads row index[r] of lhs_RM as row r, zero if it is negative.
     rhs_index_R: likewise for rhs, if there is only one rhs; not together with lhs_index_R.
     out_dtype: type of the outputs.
-    num_sms: CTAs; None: one for each multiprocessor.
+    num_sms: CTAs (see `pipeline.launch`); None: one for each multiprocessor.
 
   Returns:
     One [G, M, N] for each rhs. Padding rows must be zero in one operand, and finite in the other.
@@ -152,7 +153,7 @@ class _Shape:
     gathers_lhs, gathers_rhs: which operand the producer gathers.
     dtype: type of the operands.
     out_dtype: type of the results.
-    num_sms: CTAs of the launch.
+    num_sms: CTAs of the launch (see `pipeline.launch`).
   """
 
   tiling: Tiling
@@ -238,8 +239,8 @@ class _Cta:
   def locate(self, tile: Any) -> tuple[Any, ...]:
     """Tile number -> group, row tile, column tile, the group's first tile of rows, steps.
 
-    Tiles of large groups come first, and every other full wave of CTAs takes its tiles backwards
-    (`snake`): so each CTA gets its share of long tiles.
+    Tiles of large groups come first, and every other full wave takes its tiles backwards (`snake`),
+    so that long tiles are spread over the CTAs.
     """
     shape, tiling = self.shape, self.shape.tiling
     tile = snake(tile, shape.num_tiles, num_workers(tiling, shape.num_sms))

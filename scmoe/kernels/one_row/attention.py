@@ -5,9 +5,10 @@
     P  parts of a cache      M  numbers of a token's projections, (H + 2 K) N
 
 XLA needs three kernels for scores, softmax and the sum over values, and each waits for the one
-before. Here one kernel does all three (`attention_kernel`). To use all multiprocessors, several
-CTAs can share the cache of a head. Each leaves the result of its part of the cache; together these
-are a `PartialAttention`. The next kernel joins them when it reads them, or XLA does (`joined`).
+before. Here one kernel does all three (`attention_kernel`). To use more multiprocessors, several
+CTAs can share the cache of a head of keys. Each leaves the result of its part of the cache;
+together these are a `PartialAttention`. The next kernel joins them when it reads them, or XLA does
+(`joined`).
 
 For a single row the same kernel can also finish the projections, `PartialProjections`: it adds up
 the partial sums that `linear.sums` leaves, rotates queries and key if asked to, and writes key and
@@ -34,7 +35,7 @@ from scmoe.kernels.one_row.attention_memory import BLOCK, ROWS, STAGES, WARPGROU
 from scmoe.kernels.one_row.matrix_vector import added_up
 
 # Warpgroups of a CTA for a single row. With two or more rows a CTA has one warpgroup, and two CTAs
-# share a multiprocessor.
+# can share a multiprocessor where the cache is not cut into parts.
 _WARPGROUPS = 2
 _MOST_SHARED = 8  # most heads of queries whose projections one CTA finishes
 
@@ -58,7 +59,8 @@ def takes(q_BSHN: Array, k_BTKN: Array, v_BTKM: Array, backend: str = "auto") ->
   and a `backend` that stands for the kernels (`resolve_backend`).
 
   Raises:
-    ValueError: for such sizes, the backend is unknown or "mosaic_gpu" cannot take the type.
+    ValueError: for such sizes and one type for all, the backend is unknown or "mosaic_gpu" cannot
+      take the type.
   """
   heads, width = q_BSHN.shape[2:]
   length, kv_heads = k_BTKN.shape[1:3]
@@ -74,9 +76,9 @@ def attend_cache(
 ) -> Array:
   """Σ_t softmax_t(scale · q · k[t]) v[t] over the positions t that a row's token sees.
 
-  It sees the positions t <= position, or with a window the last `window` of these. The softmax
-  weights are rounded to the dtype of the queries before they multiply the values. Not
-  differentiable.
+  It sees the positions t <= position, or with a window the last `window` of these. The numbers
+  e^(score - most) are rounded to the dtype of the queries before they multiply the values; the
+  result is divided by the sum of the unrounded ones. Not differentiable.
 
   Args:
     q_RHN: the queries of each row's token, of shapes and a dtype that the kernel `takes`.
@@ -182,7 +184,7 @@ class PartialProjections:
     return self.sums_PM.shape[1] // (self.heads + 2 * self.kv_heads)
 
   def finished(self) -> tuple[Array, Array, Array]:
-    """The finished projections without a kernel: queries, keys and values, [heads, width] each."""
+    """The finished projections without a kernel: queries [H, N], keys [K, N] and values [K, N]."""
     y_HN = added_up(self.sums_PM).astype(self.dtype).reshape(-1, self.width)
     q_HN, k_KN, v_KN = jnp.split(y_HN, (self.heads, self.heads + self.kv_heads))
     return self._rotated(q_HN), self._rotated(k_KN), v_KN
@@ -205,7 +207,8 @@ class PartialAttention:
 
   Attributes:
     y_PHN: float32, sums of the part's values with the weights e^(score - most).
-    most_PH: float32, each head's largest score in the part.
+    most_PH: float32, each head's largest score in the part; -1e30 in a part of which the token sees
+      nothing.
     weight_PH: float32, each head's sum of the weights e^(score - most).
     dtype: of the joined result.
   """
@@ -298,7 +301,8 @@ def attend_partial(
 ) -> tuple[Array | PartialAttention, Array, Array]:
   """Finishes one token's projections, computes its attention, and adds the token to the cache.
 
-  The attention is that of `attend_cache` over the cache with the token. Not differentiable.
+  The attention is that of `attend_cache` over the cache with the token, up to rounding. Not
+  differentiable.
 
   Args:
     own: the token's projections, for which `takes_partial` is True.
@@ -320,7 +324,7 @@ def attend_partial(
     length=length,
     width=width,
     # One block for each warpgroup, if there are enough multiprocessors: the more of them read the
-    # cache, the sooner it is read, and the kernel that reads the result joins the parts at no cost.
+    # cache, the sooner it is read, and joining the parts costs the kernel that reads them little.
     parts=_parts(length, kv_heads, _WARPGROUPS),
     warpgroups=_WARPGROUPS,
     dtype=k_TKN.dtype,

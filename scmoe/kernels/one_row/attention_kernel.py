@@ -6,13 +6,13 @@
     M  rows of a matrix instruction (64), of which G hold queries
 
 The grid has a CTA for each row, head of keys and part of the cache. Each warpgroup of these CTAs is
-a worker. The workers of one row's head of keys take turns at the head's blocks: with 16 blocks and
-2 parts of 2 warpgroups there are 4 workers, and worker 1 reads blocks 1, 5, 9 and 13. So a part is
-the blocks of one CTA's workers, not a run of positions. A worker keeps a running softmax over its
-blocks (the online form of Milakov and Gimelshein, arXiv 1805.02867).
+a worker. The workers of one row's head of keys take turns at the head's blocks: if the token sees
+16 blocks, and 2 parts of 2 warpgroups are 4 workers, worker 1 reads blocks 1, 5, 9 and 13. So a
+part is the blocks of one CTA's workers, not a run of positions. A worker keeps a running softmax
+over its blocks (the online form of Milakov and Gimelshein, arXiv 1805.02867).
 
-    1  Begin to copy the queries, if they are finished, and each worker's first two blocks to
-       shared memory.
+    1  Begin to copy the queries, if they are finished, and each worker's first blocks, at most
+       two, to shared memory.
     2  If projections come as partial sums: add them up, and rotate queries and key if asked to,
        while the blocks arrive.
     3  Write the G queries into the rows of one tile.
@@ -68,12 +68,12 @@ from scmoe.kernels.one_row.running_softmax import (
 
 
 class _Seen(NamedTuple):
-  """The first position that a token sees in the cache, and the blocks that hold what it sees.
+  """The first position that a token sees, itself included, and the cache's blocks to add.
 
   Attributes:
     first: the first position.
-    first_block: the block of the first position.
-    end_block: the block after that of the last position that the token sees.
+    first_block: the block of the first position; the first block that a worker adds.
+    end_block: the block after the last one that a worker adds; `first_block` if there is none.
   """
 
   first: Any
@@ -138,8 +138,8 @@ class _Cta:
     shape = self.shape
     if not shape.partial:
       self.copy_queries()
-    # The position is read now and used late: without a window and pages the first blocks do not
-    # depend on it.
+    # The position is read now. Without a window and pages it is used late: then the first blocks do
+    # not depend on it.
     self.position = self.gmem.position[self.row]
     self.copy_first_blocks()
     if shape.partial:
@@ -151,7 +151,7 @@ class _Cta:
     self.wait_for_everyone()
     begin = nothing_seen(shape.width)
     at = lax.rem(self.position // BLOCK - seen.first_block, shape.workers)
-    has_token = at == self.worker  # the worker that has the token's block adds the token itself
+    has_token = at == self.worker  # the worker whose turn the token's block is adds the token
     if shape.partial:
       begin = self.with_token(begin, has_token)
     found = lax.fori_loop(0, steps, functools.partial(self.add_block, seen), begin)
@@ -199,7 +199,7 @@ class _Cta:
     plgpu.copy_gmem_to_smem(gmem.values.at[at, kv], smem.values.at[wg, stage], arrived)
 
   def copy_first_blocks(self) -> None:
-    """Begins the copies of the worker's first two blocks.
+    """Begins the copies of the worker's first blocks, at most two.
 
     Without a window and pages they begin before the position is known, so some blocks may lie past
     it.
@@ -218,7 +218,7 @@ class _Cta:
     return bool(self.shape.window or self.shape.page)
 
   def seen(self) -> _Seen:
-    """The positions that the token sees in the cache, which with partial sums lacks the token."""
+    """What the token sees in the cache, which with partial sums does not hold the token yet."""
     window = self.shape.window
     first = jnp.maximum(self.position - (window - 1), 0) if window else jnp.int32(0)
     round_up = BLOCK - 1 if self.shape.partial else BLOCK
@@ -344,7 +344,7 @@ class _Cta:
     return Softmax(*map(choose, Softmax(score_M, one_M, v_MN), nothing))
 
   def add_block(self, seen: _Seen, step: Any, state: Softmax) -> Softmax:
-    """Adds a worker's step-th block to its running softmax, and begins the copy of a later one.
+    """Adds a worker's step-th block to its running softmax; begins to copy a later one, if any.
 
     Every block that is read holds at least one unmasked position, so `new_M` is a real score. The
     exception is a sliding window of one token with partial sums, where only the token itself is
@@ -407,7 +407,7 @@ class _Cta:
   # -- 5: the token in the cache -----------------------------------------------------------------
 
   def write_token(self, has_token: Any) -> None:
-    """Writes the token's key and value to the cache, if `has_token`: one worker does so."""
+    """Writes the token's key and value to the cache, if `has_token`: one worker of a head does."""
     gmem, smem = self.gmem, self.smem
 
     @pl.when(has_token)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scmoe.kernels.grouped_matmul.pipeline import tiled_smem
 
 BLOCK = 64  # Positions of the cache that a warpgroup reads together.
-STAGES = 2  # Blocks that a warpgroup has in shared memory or on their way there.
+STAGES = 2  # The most blocks that a warpgroup has in shared memory or on their way there.
 ROWS = 64  # Rows of a matrix instruction.
 WARPGROUP = 128  # Threads of a warpgroup.
 
@@ -65,7 +65,7 @@ class Shape:
 
   @property
   def blocks(self) -> int:
-    """Number of blocks in a cache."""
+    """Number of blocks in a row's cache, or in its pages."""
     return self.length // BLOCK
 
   @property

@@ -3,7 +3,7 @@
     C  choices of the row      P  parts of a sum      D  model width      F  expert width
     K, N  contracted and other width of a product     D'  width of the output
 
-Each layer is a kernel that reads the layer's matrices of the chosen experts once (`matrix_vector`).
+Each layer is a kernel that reads the matrices of each choice's expert once (`matrix_vector`).
 The second layer's CTAs add up the first layer's partial sums and apply the activation; XLA adds up
 the second layer's partial sums and its biases.
 """
@@ -44,7 +44,7 @@ def splits(
   """How the products of the first and the second layer are divided among CTAs, or None.
 
   The widths are D, F and D'. None if `matrix_vector.split` finds no division for one of the two
-  products, because a width is not a multiple of what a CTA's threads load at once.
+  products.
   """
   width, hidden, out_width = widths
   sms = resolve_num_sms(num_sms)

@@ -1,4 +1,4 @@
-"""A single token's norm, and the normalised token's product with a gate, in one kernel.
+"""One kernel for a token's norm and for partial sums of the normalised token's gate product.
 
     D  width      E  experts      P  CTAs, each with D / P of the row's numbers
 

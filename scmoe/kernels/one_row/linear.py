@@ -94,7 +94,8 @@ def products(
   Args:
     row: x, [..., D], or a row that the kernel computes.
     matrices: each [D, N], in the dtype of x.
-    backend: "auto" (the kernel where it runs), "mosaic_gpu" or "xla" (the result is None).
+    backend: "auto" (the kernel where it runs), "mosaic_gpu", or "xla" or "reference" (the result is
+      None).
 
   Returns:
     For each matrix [..., N] in the dtype of x, added up in float32; [1, N] for a computed row.

@@ -96,7 +96,7 @@ class Experts(nnx.Module):
     """The experts' outputs in the order of the rows, by `compute` on rows sorted by expert.
 
     Where the layout has weights, a row's result is the weighted sum of its experts' outputs for it.
-    Args and result are those of `expert_ffn`, without its weights and config.
+    Rows and layout are those of `expert_ffn`, as are the order and the type of the result.
     """
     rows_MD = rows.reshape(-1, rows.shape[-1])
     tiles = layout.sorted(choose_tile(layout.num_copies, layout.num_groups))
@@ -144,8 +144,8 @@ class LayerExperts(Protocol):
   def ready(self, gating: int, main: Any) -> Any:
     """Called before a gating's experts compute; from here on they must be on the device.
 
-    An implementation that copies experts copies them here, unless a copy has begun before. Args
-    and result as for `chosen`.
+    An implementation that copies experts copies them here, unless a copy has begun before. Result
+    and arguments are those of `chosen`, without `routing`.
     """
     ...
 
@@ -195,7 +195,7 @@ class ExpertSource(Protocol):
 
     Args:
       params: the parameters of every pair, in order.
-      prompts: whether the pass reads prompts: rows of several tokens.
+      prompts: whether the pass reads rows of several tokens, as prompts are.
     """
     ...
 
@@ -287,7 +287,7 @@ class RecomputedExperts(nnx.Module):
     self.experts = experts
 
   def __call__(self, rows_RD: Array, layout: RowLayout) -> Array:
-    """The experts' outputs; the rows, their layout and all-gathered weights stay in memory.
+    """The experts' outputs; the rows, their layout and what is all-gathered stay in memory.
 
     So the backward pass gathers nothing again.
     """
@@ -331,10 +331,11 @@ class FFNExperts(Experts):
   Where several devices share an expert (mesh axis `shard`), each holds a part of the expert's
   hidden width. Tutel's adaptive parallelism decides whether weights or rows travel between these
   devices. With r replicas (`adaptive_r`) they form r groups: every device gathers the weights of
-  its group, 1/r of the hidden width; every row goes to one device of each group; and the r partial
-  sums are added. r = 1 moves only weights between the devices that share an expert; r = the number
-  of these devices moves only rows. With r = 0 every device gathers the weights of all experts, and
-  no row leaves its device. Results and gradients do not depend on r, except for rounding.
+  its group, 1/r of the hidden width that they share; every row goes to one device of each group;
+  and the r partial sums are added. r = 1 moves only weights between the devices that share an
+  expert; r = the number of these devices moves only rows. With r = 0 every device gathers the
+  weights of all experts, and no row leaves its device. Results and gradients do not depend on r,
+  except for rounding.
 
   Args:
     config: see `FFNExpertsConfig`.

@@ -38,9 +38,10 @@ class Gate(Protocol):
   normalises weights. Each device runs the gate on its own tokens, with replicated parameters, so
   the gate must treat tokens independently. A gate may have a method `top_k(x_TD, k)` like that of
   `LinearGate`, if it finds a token's k best experts faster than `jax.lax.top_k` of its logits does.
-  The router then calls this method instead of the gate, unless noise is added.
+  The router then calls this method instead of the gate, unless noise is added or the gate is one of
+  `GatesOfRows`.
 
-  The class of a gate in `GATES` has a tuple `OF_EXPERTS`: the names of its arrays whose last
+  The class of a gate in `GATES` may have a tuple `OF_EXPERTS`: the names of its arrays whose last
   dimension is the experts. `arrays_of_experts` reads it.
   """
 

@@ -73,8 +73,8 @@ class MoECall:
 
   Attributes:
     mask: bool, the tokens' shape without D: True for tokens that take part; None: all do.
-    key: random key of gate noise and jitter in training; with a key, token rounding applies too,
-      and the tokens must have a dimension before D. None outside training.
+    key: random key of gate noise and jitter in training; with a key, token rounding applies too
+      (not with `avoid_T`), and the tokens must have a dimension before D. None outside training.
     bias_E: float32 bias of all experts, zero experts included, added to the scores for the choice
       only (`router.bias`), or None.
     avoid_T: int32, the one expert that each token must not visit (DGMoE); it then visits one other.
@@ -224,7 +224,7 @@ class MoE(nnx.Module):
   def route(
     self, x: Float[Array, "... D"], call: MoECall = MoECall(), gate: Gate | None = None
   ) -> RoutedTokens:
-    """Chooses each token's experts and weights, and the transport that moves tokens to experts.
+    """Chooses each token's experts and weights, and the transport that brings tokens to experts.
 
     Args:
       x: normalised tokens.

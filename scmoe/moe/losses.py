@@ -278,8 +278,8 @@ def update_bias(
   moved = lambda delta_LE: jnp.where(seen_L1 & computes_E, delta_LE, 0)
   error_LE = target - sums.load_E / jnp.maximum(choices_L1, 1)
   if config.bias == "sign":
-    # Without zero experts, choices and E · load are integers in float32, exact up to 2^24. Their
-    # difference is exactly 0 for an expert with its fair share, whose bias then stays.
+    # Without zero experts, choices and E · load are integers in float32, exact up to 2^24. Up to
+    # there their difference is exactly 0 for an expert with its fair share, whose bias then stays.
     exact_LE = choices_L1 - real * sums.load_E if not zero else error_LE
     return {**state, "bias": state["bias"] + config.bias_rate * moved(jnp.sign(exact_LE))}
   delta_LE = config.bias_rate * error_LE

@@ -33,18 +33,18 @@ def route(
 
   With the default options and k > 1, choice and weights are those of paper Eq. 1-4. In the paper
   the softmax comes after the choice; here, as in Tutel, the scores come before it, so that the gate
-  gets a gradient for k = 1 too (see `choice_weights`).
+  can get a gradient for k = 1 too (see `choice_weights`).
 
   With `router.compat.uniform` the experts come in turn, whatever their scores are; the weights are
   those of the k experts that the gate would choose.
 
   NaN or infinite logits raise no error: the token's experts stay valid indices, and
   `RouterSums.nonfinite` counts the token if it is not masked. For such a token, a NaN logit, or one
-  of +inf under a softmax, makes all probabilities NaN (`probs_TE`). The weights become NaN too,
-  unless they come from the chosen experts' logits or sigmoids alone (`choice_weights`) and the
-  choice passes over the expert with that logit (`Scores.best` and `gate_top_k` say which experts
-  are chosen). NaN weights, or NaN probabilities in a balancing loss, make the loss NaN; the
-  training step then skips its update.
+  of +inf under a softmax, makes all probabilities NaN (`probs_TE`). The weights of made choices
+  become NaN too, unless they come from the chosen experts' logits or sigmoids alone
+  (`choice_weights`) and the choice passes over the expert with that logit (`Scores.best` and
+  `gate_top_k` say which experts are chosen). NaN weights, or NaN probabilities in a balancing loss,
+  make the loss NaN; the training step then skips its update.
 
   Args:
     x_TD: the tokens of this device. T = 0 gives empty arrays and counts of 0.
@@ -188,7 +188,7 @@ def soft_load(
 
   Args:
     clean_TE: logits without noise.
-    logits_TE: logits with noise.
+    logits_TE: logits with noise; without it outside training.
     k: experts per token.
     noise: `router.noise`; must not be 0.
     mask_T: False for tokens that do not count; None: all count.

@@ -68,7 +68,7 @@ class Scores:
 
   @property
   def independent(self) -> bool:
-    """Whether a score is the sigmoid of the expert's own logit; then scores do not add up to 1."""
+    """Whether a score is the sigmoid of the expert's own logit; then scores need not sum to 1."""
     return self.config.scoring_func == "sigmoid"
 
   @functools.cached_property

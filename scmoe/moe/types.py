@@ -36,10 +36,10 @@ class Routing:
     mask_T: bool, False for masked tokens: none of their choices is taken or counted.
     input_weight_TK: the weight of each choice where weights multiply the experts' input rows. None:
       `weight_TK` multiplies the experts' output.
-    made_TK: bool, False for a choice that no expert serves: token rounding or `Packed` has dropped
-      it, token rounding has added no expert in this column, or `computed` has taken out the choice
-      of a zero expert. Token rounding and `Packed` also set it to False for masked tokens. None:
-      all choices are made.
+    made_TK: bool, False for a choice that was taken out: token rounding or `Packed` has dropped it,
+      token rounding has added no expert in this column, or `computed` has taken out the choice of a
+      zero expert. Token rounding and `Packed` also set it to False for masked tokens. None: all
+      choices are made.
     importance_E, soft_load_E: sums of the load-importance loss (`scmoe.moe.route.soft_load`); None
       with other losses.
     zero_experts: number of zero experts, which return their input and get no rows. They have the
@@ -118,8 +118,8 @@ class Dispatched:
     dropped: int32 scalar, how many choices of this device the transport dropped; those that
       `dispatch.ablation.first_round` leaves out do not count.
     rounds: int32 scalar, 1 + the number of overflow rounds; if `dispatch.ablation.first_round`
-      leaves them out, 1 + the number that would be needed. Only `Dropless` has such rounds, and
-      `Put` and `Packed`, which are built on it.
+      leaves them out, 1 + the number that would be needed. Of the transports here, `Dropless` has
+      such rounds, and `Put` and `Packed`, which are built on it.
     permutations: for each chunk, which choice of this device fills which row of its send buffer, or
       with `Local` of its rows sorted by expert. Empty where tokens stay in place (`Local`) and the
       experts add up each token's choices.
@@ -147,7 +147,7 @@ class Dispatched:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterSums:
-  """Sums over tokens from which routing losses, statistics and balancing biases are computed.
+  """Sums, most of them over tokens, that give routing losses, statistics and balancing biases.
 
   The arrays are additive over devices, microbatches and the gatings of a block pair, so that one
   reduction serves all layers and all microbatches that run side by side. (A *gating* is one choice
@@ -159,7 +159,8 @@ class RouterSums:
 
   Attributes:
     tokens: number of tokens.
-    choices: Σ_e load_e: tokens · K, unless token rounding changes the number.
+    choices: Σ_e load_e: tokens · K, unless token rounding, or `losses.computing`, changes the
+      number.
     dropped: number of choices that the transport dropped (`Dispatched.dropped`).
     rounds, shards: Σ of `Dispatched.rounds` over devices, microbatches and gatings, and the number
       of addends in this sum, so that rounds / shards is their mean.

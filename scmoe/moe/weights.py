@@ -54,7 +54,7 @@ def choice_weights(
 def softmax_of_choices(value_TK: Float[Array, "T K"]) -> Float[Array, "T K"]:
   """The softmax of each token's K values, written column by column: XLA makes one kernel of it.
 
-  The backward pass reads the softmax's result only, not the values.
+  For the backward pass the softmax's result is kept, not the values.
   """
   columns = [value_TK[:, k] for k in range(value_TK.shape[1])]
   largest_T = functools.reduce(jnp.maximum, columns)

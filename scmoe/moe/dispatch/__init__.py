@@ -1,4 +1,7 @@
-"""Dispatch and combine: how rows travel to the experts and back. One file for each transport."""
+"""Dispatch and combine: how rows get to the experts and back.
+
+Each transport has a file of its own, except `Computed`, which wraps another one (`transport`).
+"""
 
 from scmoe.moe.dispatch.capacity import Capacity, capacity, exact_capacity
 from scmoe.moe.dispatch.dropless import Dropless

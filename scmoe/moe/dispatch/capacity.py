@@ -1,10 +1,10 @@
 """The capacity transport: a buffer of C rows for each expert and capacity group, filled or not.
 
-A *capacity group* is a run of consecutive tokens with queues of its own, one per expert. Every
-device sends C rows per expert and group to the device that holds the expert. Choices beyond the
-C-th of a queue are dropped and counted. If C is the number of tokens of a group, no choice is
-dropped. One dense all-to-all sends the buffer, or each chunk of it, and another brings the outputs
-back. If every device has all experts, nothing is exchanged.
+A *capacity group* is a run of consecutive tokens of a device, with queues of its own, one per
+expert. Every device sends C rows per expert and group to a device that has the expert, or a part of
+it. Choices beyond the C-th of a queue are dropped and counted. If C is the number of tokens of a
+group, no choice is dropped. One exchange sends the buffer, or each chunk of it, and another brings
+the outputs back. If every device has all experts, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def capacity(
     num_experts: E.
     k: choices per token.
     need: the longest queue, `exact_capacity(counts)`. It depends on data, which `jit` does not have
-      when it fixes shapes: leave `need` out there. T then takes its place: it drops nothing either,
+      when it fixes shapes: leave `need` out there. T then takes its place: no queue is longer,
       since no token visits an expert twice.
     align: number of equal parts that the buffer is cut into (Tutel a2a_ffn_overlap_degree).
     rule: `tutel` or `megablocks`.
 
   Raises:
-    ConfigError: the factor is not 0, but the capacity rounds down to 0.
+    ConfigError: there are tokens, and the factor is not 0, but its product rounds down to 0.
   """
   if not tokens:
     return 0
@@ -103,7 +103,7 @@ def capacity(
 def exact_capacity(count_GE: Array) -> int:
   """The length of the longest queue, the least capacity that drops nothing (Tutel's factor 0).
 
-  It reads the counts on the host, so it works on concrete arrays only, outside `jit`.
+  It reads the counts on the host, so it works on concrete arrays only, not on what `jit` traces.
 
   Raises:
     ConfigError: called on a traced array.
@@ -149,7 +149,7 @@ class Capacity:
   ) -> Dispatched:
     """Sends a row for each kept choice, its token or the weighted token, to its expert's device.
 
-    A row of zeros travels for each place of the buffer that no choice fills.
+    A place of the buffer that no choice fills has a row of zeros.
 
     Args:
       x_TD: the tokens of this device.
@@ -161,7 +161,7 @@ class Capacity:
       each of this device's experts.
 
     Raises:
-      ConfigError: T is not a multiple of G, or `routing` is no `Routing`.
+      ConfigError: T is not a multiple of G, `order` is unknown, or `routing` is no `Routing`.
     """
     del experts
     check_type("routing", routing, Routing)
@@ -174,13 +174,13 @@ class Capacity:
       rows_RD = gather_rows(x_TD, permutation)
       if routing.input_weight_TK is not None:
         rows_RD = weigh_rows(rows_RD, routing.input_weight_TK, permutation)
-      # The barrier ties the permutation to the gathered rows: whatever reads the permutation waits
+      # The barrier ties the permutation to the gathered rows: whatever reads its permutation waits
       # until these rows are gathered. So another batch's turn (`in_turns`), which waits for arrays
       # of this batch, begins after the gather.
       permutation, rows_RD = barrier((permutation, rows_RD), "forward")
       part = rows_RD.reshape(ranks, num_experts // ranks, -1, x_TD.shape[-1])
-      # Under `train.remat`, `jax.checkpoint` keeps the values named "moe_rows": the backward pass
-      # exchanges no row again.
+      # With `train.remat` dots or full, `jax.checkpoint` keeps the values named "moe_rows": the
+      # backward pass exchanges no row again.
       rows.append(checkpoint_name(self.exchange.all_to_all(part, chunk), "moe_rows"))
       layouts.append(padded_layout(*part.shape[:3]))
       permutations.append(permutation)

@@ -4,19 +4,22 @@ XLA wants static shapes, and a buffer per peer for the worst case, all rows to o
 would be W times as large as the balanced share, T·K / W of a rank's T·K choices. So each rank keeps
 one queue per peer, itself included, sorted by expert, and a round or a chunk of it moves at most P
 rows of every queue; in the first round P is the balanced share times `dispatch.slack`, divided by
-the number of chunks. Balanced routing takes one round; skew adds *overflow rounds*, not memory. The
-first round overlaps with dense work like any other exchange. Overflow rounds run in a loop, forward
-and backward, whose trip count the ranks agree on. They are smaller than the first, because their
-temporaries exist beside what the first round keeps, and because a small round leaves less of its
-buffer empty. No row is dropped, unless `Dropless.first_round` leaves overflow rounds out.
+the number of chunks and rounded up, or less if it is known that queues are shorter (`longest`).
+Balanced routing takes one round; skew adds *overflow rounds*, not memory. The first round can
+overlap with dense work like any other exchange. Overflow rounds run in a loop, forward and
+backward, whose trip count the ranks agree on. They have about a quarter of the first round's rows,
+because their temporaries exist beside what the first round keeps, and because a small round leaves
+less of its buffer empty. No row is dropped, unless `Dropless.first_round` leaves overflow rounds
+out.
 
-Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1), P = 2. Five
-tokens of rank 0 choose the experts 2, 0, 3, 2, 2. Its queue for itself holds token 1; its queue for
-rank 1, sorted by expert, holds tokens 0, 3, 4 (expert 2) and token 2 (expert 3). The first round
-sends positions [0, 2) of each queue: token 1 and an empty row to rank 0, tokens 0 and 3 to rank 1.
-Two overflow rounds of one row each send the rest, token 4 and then token 2. Such a range of
-positions is a *window* of the queue. Rank 1 knows from the counts alone (three rows for expert 2,
-one for expert 3) that the row of the window [2, 3) is for expert 2 and that of [3, 4) for expert 3.
+Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1), and P = 2, which
+is less than a slack of 1 gives. Five tokens of rank 0 choose the experts 2, 0, 3, 2, 2. Its queue
+for itself holds token 1; its queue for rank 1, sorted by expert, holds tokens 0, 3, 4 (expert 2)
+and token 2 (expert 3). The first round sends positions [0, 2) of each queue: token 1 and an empty
+row to rank 0, tokens 0 and 3 to rank 1. Two overflow rounds of one row each send the rest, token 4
+and then token 2. Such a range of positions is a *window* of the queue. Rank 1 knows from the counts
+alone (three rows for expert 2, one for expert 3) that the row of the window [2, 3) is for expert 2
+and that of [3, 4) for expert 3.
 """
 
 from __future__ import annotations
@@ -50,18 +53,20 @@ from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import Exchange, largest
 from scmoe.parallel.mesh import TOKEN_AXES
 
-# An overflow round has room for 1/4 of the first round's rows. On four GPUs a round takes about
-# 0.1 ms; with 1/4 there are half as many rounds as with 1/8, in the same peak memory
-# (experiments/dispatch).
+# An overflow round has room for 1/4 of the first round's rows, rounded up. On four GPUs with 16 MiB
+# of rows each, a round takes about 0.1 ms; with 1/4 there are half as many rounds as with 1/8, in
+# the same peak memory (experiments/dispatch).
 OVERFLOW = 4
 # The axes of tokens over which this transport exchanges no rows. Devices that differ in one of
-# these axes alone dispatch different tokens to the same experts: each device has a copy of these
+# these axes alone dispatch their own tokens to the same experts: each device has a copy of these
 # experts, or along `shard` a part of them.
 BESIDE_EXPERT = tuple(axis for axis in TOKEN_AXES if axis != "expert")
 
 
 def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> int:
   """Rows for each peer in one chunk of the first round (P); all choices if there is one rank only.
+
+  With several ranks the number is rounded up, and at least 1.
 
   Args:
     choices: T·K of one device.
@@ -76,7 +81,7 @@ def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> i
 
 
 def overflow_rows(first_rows: int) -> int:
-  """Rows for each peer in an overflow round: the first round's divided by `OVERFLOW`, rounded up.
+  """Rows for each peer in an overflow round: first round / `OVERFLOW`, rounded up; at least 1.
 
   Args:
     first_rows: rows per peer in the first round, all chunks together.
@@ -100,7 +105,7 @@ class Dropless:
       larger than so many rows need; if it has room for them, overflow rounds are left out of the
       program.
     first_round: leave overflow rounds out in any case. Rows without room in the first round then
-      add nothing to the output, and `Dispatched.rounds` > 1 says that there are such rows.
+      add nothing to the output, and `Dispatched.rounds` > 1 says that a rank has such rows.
   """
 
   exchange: Exchange
@@ -134,7 +139,7 @@ class Dropless:
       routing: their choices.
       experts: `(rows, layout) -> rows`, for the rows of overflow rounds: an nnx.Module, or a
         function that is not differentiated with respect to arrays that it captures. None:
-        `overflow` has to be called with the result.
+        `overflow` has to be called with the result, if that has `queues`.
 
     Returns:
       `Dispatched` with rows [W·P, D] in each chunk, source rank by source rank (`Put`: the experts'
@@ -155,7 +160,7 @@ class Dropless:
     elif self.longest is None or size * self.chunks < self.longest:
       # All devices of the mesh run the loop equally often, as the longest queue of any of them
       # requires, also those that this exchange does not reach: devices that share an expert gather
-      # its weights within the loop.
+      # its weights, or each other's rows, within the loop.
       longest = largest(queues.longest, BESIDE_EXPERT, "counts")
       longest = checkpoint_name(longest, "moe_rows")
       left = jnp.maximum(0, longest - size * self.chunks)
@@ -166,7 +171,7 @@ class Dropless:
         overflow_TD = self._overflow(x_TD, routing, queues, rounds, experts)
     rows, layouts, windows, plans = [], [], [], []
     for chunk in range(self.chunks):
-      # The overflow rounds' result, if any, is computed before the first exchange begins.
+      # The overflow rounds' result, if any, is computed before the first chunk's exchange begins.
       before = overflow_TD if chunk == 0 else None
       sent, queues, before = self._send(x_TD, routing, queues, chunk, size, before)
       overflow_TD = before if chunk == 0 else overflow_TD
@@ -175,7 +180,7 @@ class Dropless:
         packed = rows_RD.reshape(self.exchange.size, size, -1)
         rows_RD = self.exchange.all_to_all(packed, chunk).reshape(rows_RD.shape)
       # With `train.remat` dots or full, `jax.checkpoint` keeps the values named "moe_rows": the
-      # backward pass exchanges no row again.
+      # backward pass exchanges no row of the first round again.
       rows.append(checkpoint_name(rows_RD, "moe_rows"))
       layouts.append(self._layout(sent, queues, chunk * size, size))
       windows.append(sent.window)
@@ -191,7 +196,7 @@ class Dropless:
   def overflow(
     self, x_TD: Float[Array, "T D"], routing: Routing, sent: Dispatched, experts: Any
   ) -> Dispatched:
-    """Runs the overflow rounds that `dispatch` left out, and adds their output to `sent`.
+    """Runs the overflow rounds that `dispatch` left out; returns `sent` with their output.
 
     Args:
       x_TD, routing, experts: as for `dispatch`.
@@ -239,7 +244,7 @@ class Dropless:
 
     Returns:
       The chunk with the rows that leave, or with those that arrive if the transport `delivers`; the
-      queues, tied by a barrier to the rows that leave; and `before`, tied to both.
+      queues, tied by a barrier to the rows that leave (but see `Put`); and `before`, tied to both.
     """
     window = make_window(queues, chunk * size, size)
     rows_RD, queues = _send_buffer(x_TD, routing.input_weight_TK, queues, window)
@@ -313,7 +318,8 @@ def _send_buffer(
   """The rows of the window's send buffer, and the queues, tied to these rows by a barrier.
 
   The rows are weighted already if weights multiply the experts' input. The layout of the arriving
-  rows is computed from the returned queues, so XLA computes it beside the exchange and not before.
+  rows is computed from the returned queues: not before the buffer is full, but perhaps beside the
+  exchange.
   """
   rows_RD = gather_rows(x_TD, window)
   if input_weight_TK is not None:
@@ -365,10 +371,10 @@ _sum_of_rounds.defvjp(_sum_of_rounds_fwd, _sum_of_rounds_bwd)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Queues:
-  """One queue per peer, with this device's choices of that peer's experts, expert by expert.
+  """One queue per peer, with this device's taken choices of that peer's experts, expert by expert.
 
   Attributes:
-    peer_TK: int32, the peer in whose queue each choice stands.
+    peer_TK: int32, the peer that has each choice's expert; a taken choice stands in its queue.
     rank_TK: int32, the choice's position in that queue; 2³¹ - 1, past every queue, for a choice
       that is not taken.
     order_N: int32, all queues one after the other: the choice t·K + k at each position; -1 behind

@@ -1,6 +1,7 @@
-"""The transport without an exchange: tokens stay on their device, where all experts compute.
+"""The transport without an exchange: it leaves tokens on their device, for all experts.
 
-Either the device holds all experts, or it gathers their matrices (`dispatch.adaptive_r=0`).
+It serves where the expert axis has one device, or where each device gathers all experts' matrices
+(`dispatch.adaptive_r=0`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from scmoe.moe.types import Dispatched, Routing
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-  """The transport that leaves tokens on their device: nothing is exchanged, and nothing is dropped.
+  """The transport that leaves tokens on their device: it exchanges nothing and drops nothing.
 
   The experts themselves gather rows, and add up each token's outputs, so this class keeps no array
   with a row of width D for each choice. The exception is `input_weight_TK`: weights that multiply
@@ -60,9 +61,10 @@ class Local:
     return Dispatched((rows_RD,), (layout,), none, one, (permutation,), routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """For each token, the sum of its experts' outputs, with the choices' weights: [T, D].
+    """For each token, the sum of its experts' outputs: [T, D].
 
-    The experts have computed the sum already, unless weights multiply their input.
+    The experts have computed it already, with the choices' weights, unless weights multiply their
+    input.
     """
     check_type("sent", sent, Dispatched)
     if not sent.permutations:

@@ -1,4 +1,4 @@
-"""Options of the transports; `docs/routing.md` gives the names that Tutel and MegaBlocks have."""
+"""Options of the transports; `docs/routing.md` gives Tutel's and MegaBlocks' names for them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from scmoe.base.options import Options, option, section
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """One kind of transport, as the checks of a run, the step and `make_transport` ask about it.
+  """One kind of transport: what checks, predictions and `make_transport` ask about it.
 
   Attributes:
-    drops: whether an expert has a capacity (unless `dispatch.capacity_factor` is 0), and choices
-      beyond it are dropped.
-    in_rounds: whether rows travel in rounds of fixed size (`dispatch.slack`), so that some rows may
-      need overflow rounds (`dispatch.overflow`).
+    drops: whether an expert has a capacity, beyond which choices are dropped; it has none if
+      `dispatch.capacity_factor` is 0, or in a call that must drop nothing.
+    in_rounds: whether devices exchange rows in rounds of fixed size (`dispatch.slack`), so that
+      some rows may need overflow rounds (`dispatch.overflow`).
   """
 
   drops: bool
@@ -37,8 +37,8 @@ TRANSPORTS = {
 class DispatchAblation(Options, path="dispatch.ablation"):
   """Switches that take away a part of the exchange, so that a measurement shows that part's cost.
 
-  A run that trains or evaluates a model leaves them off. With `dispatch.overflow=repeat`, the
-  program whose steps may be run again has `first_round` on.
+  They are for measurements alone, but for one use: with `dispatch.overflow=repeat`, the program
+  whose steps may be run again has `first_round` on.
   """
 
   silent: bool = option(
@@ -118,9 +118,10 @@ class DispatchConfig(Options, path="dispatch"):
 
   @property
   def fixed_buffers(self) -> bool:
-    """Whether the transport is `capacity`: rows travel once, in buffers of the capacity's size.
+    """Whether the transport is `capacity`, which sends rows once, in buffers of one size.
 
-    It is True for `capacity_factor` 0 too, although rows then travel as with `dropless`.
+    It is True also where rows travel as with `dropless`: if `capacity_factor` is 0, and in calls
+    that must drop nothing.
     """
     return self.kind is not None and not self.kind.in_rounds
 

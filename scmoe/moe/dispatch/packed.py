@@ -1,12 +1,12 @@
 """The packed transport: capacity's drops, without capacity's buffer of C rows for every expert.
 
-`Capacity` sends C rows for every expert, filled or not. With a capacity factor of 2, at least half
-of the rows that travel and that the experts compute are padding, unless C is limited to the number
-of tokens of a group. This transport drops the same choices (`kept_choices`) and sends the kept ones
-as `Dropless` does: in rounds, over a buffer per rank of at most `dispatch.slack` times the balanced
-share of the choices, rounded up. Without an exchange they stay in place (`Local`). The experts
-compute only kept rows. The results are those of `Capacity` with the same C at another cost, unless
-`Dropless.first_round` loses rows.
+`Capacity` sends C rows for every expert, filled or not. With a capacity factor of 2, usually half
+of the rows that travel and that the experts compute, or more, are padding. This transport drops the
+same choices (`kept_choices`) and sends the kept ones as `Dropless` does: in rounds, over a buffer
+per rank of at most `dispatch.slack` times the balanced share of the choices, rounded up. Without an
+exchange they stay in place (`Local`). The experts compute only kept rows. The results are, but for
+rounding, those of `Capacity` with the same C at another cost, unless `Dropless.first_round` loses
+rows.
 
 Worked example: two ranks with one expert each, C = 2. Four tokens of rank 0 choose the experts 0,
 0, 0 and 1; token 2 is dropped. `Packed` queues the tokens 0 and 1 for rank 0 and the token 3 for
@@ -75,5 +75,5 @@ class Packed:
     return self.inner.overflow(x_TD, routing, sent, experts)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """Brings the kept rows' outputs back and adds them up; see `Transport.combine`."""
+    """Adds up the kept rows' outputs for each token, as `inner` does; see `Transport.combine`."""
     return self.inner.combine(sent)

@@ -42,8 +42,8 @@ def queue_positions(
     groups: G; divides T.
     taken_TK: bool, True for choices that take a position and are counted; the positions of the
       others are arbitrary. None: all choices do.
-    order: `choice`: within a group every first choice takes its position before any second choice,
-      both in the order of the tokens (GShard, Tutel). `priority`: the same with the tokens by
+    order: `choice`: within a group all first choices take positions before all second ones, and so
+      on, each in the order of the tokens (GShard, Tutel). `priority`: the same with the tokens by
       falling `priority_T`, ties by index (Tutel batch_prioritized_routing). `token`: all choices of
       a token before those of the next token (MegaBlocks).
     priority_T: float, the tokens' largest probabilities; needed for `priority`, unused otherwise.

@@ -5,13 +5,14 @@ arrives. Here one kernel does the three (`scmoe.kernels.put`): it reads a token 
 place in the tiles of each of its experts, over NVLink where these are on another GPU. Combine is
 the same kernel the other way: it writes each output into the row of its choice on the token's
 device. The backward pass of dispatch moves rows as combine does, and that of combine as dispatch.
+(Where weights multiply the experts' input, dispatch first packs the weighted rows.)
 
 To know a row's place, its sender needs the counts of all ranks, which one small all-gather
 collects, as for `Dropless`. The rounds are those of `Dropless` too: the first, or each of its
 chunks, moves at most P rows of every queue (each rank has a queue for every rank), so that the
-tiles have a fixed size. Overflow rounds, which go by all-to-all, move the rest.
+tiles have a fixed size. Overflow rounds, if any, move the rest by all-to-all.
 
-No model runs it on GPUs yet: see `check_put`.
+No model runs it on GPUs yet: see `check_put`. On a CPU collectives stand for the kernel.
 
 Worked example: two ranks with one expert each, tiles of two rows, P = 3. Rank 0 sends two rows to
 expert 0 and one to expert 1, rank 1 one row to each. Expert 0's tiles on rank 0 then hold rank 0's
@@ -86,8 +87,8 @@ class Put(Dropless):
       slots_SD = weigh_rows(slots_SD, routing.input_weight_TK, plan.window)
       rows_RD, origin_R = _put_slots(slots_SD, plan)
     # With `train.remat` dots or full, `jax.checkpoint` keeps values named "moe_rows". `dispatch`
-    # gives the rows this name. If the slots that they come from are kept too, the backward pass
-    # puts no row again.
+    # gives the rows this name. If the rows' origins are kept too, the backward pass puts no row
+    # again.
     origin_R = checkpoint_name(origin_R, "moe_rows")
     return Chunk(rows_RD, plan.window, (plan, origin_R)), queues, before
 
@@ -130,9 +131,9 @@ def check_put(exchange: Exchange) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-  """The places to which a chunk's rows go, and those to which their outputs come back.
+  """The places to which a chunk's rows go, and the slots to which their outputs come back.
 
-      S = W·P  slots of a device: it sends at most S rows, P to each of the W ranks
+      S = W·P  slots of a device: it sends at most S rows, at most P to each of the W ranks
       R        rows of a device's tiles
 
   A *place* names a row of any rank's tiles: rank · R + row. An *origin* names a slot of any rank:
@@ -165,7 +166,7 @@ class _Plan:
 
   @property
   def origin_TK(self) -> Array:
-    """int32, the origin of each choice's slot; arbitrary for a choice that is not in the chunk."""
+    """int32, the origin of each choice; arbitrary for a choice that is not in the chunk."""
     return jax.lax.axis_index(self.axis) * self.slots + self.window.row_TK
 
 
@@ -287,7 +288,7 @@ _put_slots.defvjp(_put_slots_fwd, _put_slots_bwd)
 
 @jax.custom_vjp
 def _put_back(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
-  """Puts each row of this device's tiles into its slot, on the device of its token.
+  """Puts each row that was put into this device's tiles back into its slot, on its token's device.
 
   Returns this device's slots [S, D], with the rows that all ranks have put there; empty slots may
   hold anything.

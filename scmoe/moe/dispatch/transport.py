@@ -1,4 +1,4 @@
-"""The protocol of transports, and the choice of one for a call of the layer."""
+"""The protocol of transports, the one without zero experts, and the choice of one for a call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Transport(Protocol):
       routing: their choices.
       experts: `(rows, layout) -> rows`; for transports that compute some rows within dispatch, as
         `Dropless` does in its overflow rounds. None is passed only to transports for which
-        `sends_ahead` is true; the caller then hands the result to `overflow`.
+        `sends_ahead` is true; whoever reads the result then hands it to `overflow` first.
 
     Returns:
       The rows at their experts, and what `combine` needs.
@@ -52,9 +52,10 @@ class Transport(Protocol):
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Brings the experts' outputs back and adds up those of each token; the result has their type.
 
-    The result is `y[t] = Σ_k weight[t, k] · expert[t, k](x[t])` over the choices that were taken
-    and not dropped. If weights multiply the input, it is `Σ_k expert[t, k](weight[t, k] · x[t])`.
-    The ablations (`dispatch.ablation`) may change the result.
+    The result is `y[t] = Σ_k weight[t, k] · expert[t, k](x[t])` over the choices of computing
+    experts that were taken and not dropped. If weights multiply the input, it is
+    `Σ_k expert[t, k](weight[t, k] · x[t])`. The ablations (`dispatch.ablation`) may change the
+    result.
 
     Args:
       sent: the result of `dispatch`, with the experts' outputs in place of its rows.
@@ -127,7 +128,7 @@ def make_transport(
     k: choices per token.
     order: who is served first; see `queue_positions`.
     capacity_factor: for this call, instead of the configured one (Tutel's runtime capacity); 0
-      drops nothing.
+      drops nothing. None: the configured one.
     no_drop: whether to drop nothing, whatever the configuration says (decoding, exact evaluation).
     buffers: whether the experts take buffers of equal size (`model.ffn.impl=batched`).
     zero_experts: number of zero experts, with ids from E on; their choices send no rows.
@@ -136,9 +137,9 @@ def make_transport(
 
   Raises:
     ConfigError: an argument has a wrong type or value, a buffer would have no rows,
-      `dispatch.groups` does not divide evenly over the devices, `dispatch.nodes` does not divide
-      the devices of the expert axis, the call would get `Put` on other devices than CPUs or with
-      `dispatch.nodes` > 1, or the user's transport cannot be made.
+      `dispatch.groups` does not divide evenly over the devices (for `Packed` and `Capacity`),
+      `dispatch.nodes` does not divide the devices of the expert axis, the call would get `Put` on
+      other devices than CPUs or with `dispatch.nodes` > 1, or the user's transport cannot be made.
   """
   check_type("config", config, DispatchConfig)
   check_choice("order", order, ORDERS)

@@ -106,6 +106,12 @@ def test_rows_taken_by_words_are_those_taken_by_elements(dtype):
   np.testing.assert_array_equal(bits_of(got), bits_of(want))
 
 
+def test_words_taken_from_no_rows_are_zeros():
+  """A device without tokens still fills the one tile that a layout has at least."""
+  got = take_words(jnp.zeros((0, 6), jnp.bfloat16), jnp.asarray([-1, 0]))
+  np.testing.assert_array_equal(got, np.zeros((2, 6)))
+
+
 def test_sums_of_copies_are_kept_apart_unless_they_may_be_joined():
   rows, row = jnp.ones((4, 3)), jnp.asarray([[0, 2], [1, 3]])
   last = lambda joined: (

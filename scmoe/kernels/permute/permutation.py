@@ -179,9 +179,10 @@ def take_words(x_MN: Array, index_R: Array) -> Array:
   second, whether these have 2 or 4 bytes, so `take_rows` would take twice as long. Not
   differentiable.
   """
-  words_MW = lax.bitcast_convert_type(x_MN.reshape(x_MN.shape[0], -1, 2), jnp.uint32)
+  rows, width = x_MN.shape
+  words_MW = lax.bitcast_convert_type(x_MN.reshape(rows, width // 2, 2), jnp.uint32)
   rows_RW = take_rows(words_MW, index_R)
-  return lax.bitcast_convert_type(rows_RW, x_MN.dtype).reshape(index_R.shape[0], -1)
+  return lax.bitcast_convert_type(rows_RW, x_MN.dtype).reshape(index_R.shape[0], width)
 
 
 def sum_copies(

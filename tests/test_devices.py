@@ -48,7 +48,7 @@ def test_kernels_where_there_is_a_hopper_and_cudnn_from_ampere_on(
   on(platform, capability)
   x_TD = jnp.zeros((256, 128), jnp.bfloat16)
   assert resolve_backend("auto", jnp.bfloat16, *WIDTHS) == ("mosaic_gpu" if kernels else "xla")
-  assert has_kernel(x_TD, 8, False, "auto") == kernels
+  assert has_kernel(x_TD, 8, 2, False, "auto") == kernels
   mlp = MLP(MLPConfig(width=128, hidden=256), rngs=nnx.Rngs(0))
   assert mlp._has_kernels(x_TD[None]) == kernels
   q_BSHN = jnp.zeros((1, 8, 2, 64), jnp.bfloat16)

@@ -556,6 +556,27 @@ def test_experts_gate_and_their_gradients_lower_for_cuda():
   )
 
 
+@pytest.mark.parametrize(
+  ("tokens", "num_experts", "fp32"),
+  [
+    (2**16, 192, True),
+    night(2**16, 128, True),
+    night(256, 192, True),
+    night(2**16, 192, False),
+    night(256, 128, False),
+  ],
+)
+def test_chosen_experts_fit_into_shared_memory(tokens, num_experts, fp32):
+  """The kernel takes up to 32 of them; XLA chooses more. Fewest tokens make tiles of 64 rows."""
+  x = jax.ShapeDtypeStruct((tokens, 64), jnp.bfloat16)
+  gate = jax.ShapeDtypeStruct((64, num_experts), jnp.float32)
+  for k, kernels in ((32, 1), (33, 0)):
+    run = functools.partial(gate_top_k, k=k, fp32=fp32, backend="mosaic_gpu")
+    traced = jax.jit(lambda x, gate, run=run: run(x, gate)[:2]).trace(x, gate)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernels
+
+
 def test_every_tile_is_visited_once():
   for row_tiles, col_tiles, band in ((7, 3, 4), (16, 2, 16), (1, 5, 8)):
     visited = {

@@ -27,6 +27,7 @@ from scmoe.kernels.one_row.norm import Normalised
 from scmoe.kernels.one_row.without_gradient import without_gradient
 
 EXACT = 3  # number of bfloat16 terms that represent a float32 number exactly
+_MOST_CHOSEN = 32  # The most K of the kernel for many tokens: the ids fit into shared memory.
 
 
 class GateOutput(NamedTuple):
@@ -140,9 +141,10 @@ def gate_top_k(
     k: K, at most E.
     fp32: whether to multiply in float32; if not, the weights are rounded to the tokens' type.
     backend: "auto" (a kernel where it runs), "mosaic_gpu" or "xla". There is a kernel for multiples
-      of 128 tokens and up to 192 experts, and one for a single token and a multiple of 8 experts up
-      to 256. Both need D to be a multiple of 64 and tokens in bfloat16, or in float16 (many tokens:
-      only without `fp32`). XLA computes all others, also with "mosaic_gpu", unless that raises.
+      of 128 tokens, up to 192 experts and k up to 32, and one for a single token and a multiple of
+      8 experts up to 256. Both need D to be a multiple of 64 and tokens in bfloat16, or in float16
+      (many tokens: only without `fp32`). XLA computes all others, also with "mosaic_gpu", unless
+      that raises.
 
   Returns:
     Logits and experts, and `share_TK`, or None in its place (see above).
@@ -157,7 +159,7 @@ def gate_top_k(
   if _is_row_with_kernel(x_TD, num_experts, backend):
     ways = (functools.partial(way, k=k, fp32=fp32) for way in (_top_k_of_row, _by_xla))
     return without_gradient(*ways, x_TD, gate_DE)
-  if not has_kernel(x_TD, num_experts, fp32, backend):
+  if not has_kernel(x_TD, num_experts, k, fp32, backend):
     return _by_xla(x_TD, gate_DE, k=k, fp32=fp32)._replace(share_TK=None)
   terms = EXACT if fp32 and gate_DE.dtype != x_TD.dtype else 1
   found: Any = _gate_top_k(x_TD, gate_DE, (k, terms, launch.interpretation()))
@@ -193,14 +195,15 @@ def _is_row_with_kernel(x_TD: Array, num_experts: int, backend: str) -> bool:
   return fits and resolve_backend(backend, x_TD.dtype, width) == "mosaic_gpu"
 
 
-def has_kernel(x_TD: Array, num_experts: int, fp32: bool, backend: str) -> bool:
+def has_kernel(x_TD: Array, num_experts: int, k: int, fp32: bool, backend: str) -> bool:
   """Whether the kernel for many tokens takes these sizes and types and runs here.
 
   Raises:
     ValueError: the backend is unknown, for sizes and types that the kernel takes.
   """
   tokens, width = x_TD.shape
-  whole = tokens > 0 and tokens % 128 == 0 and width % 64 == 0 and num_experts <= 192
+  whole = tokens > 0 and tokens % 128 == 0 and width % 64 == 0
+  whole = whole and num_experts <= 192 and k <= _MOST_CHOSEN
   # Terms represent a float32 gate in bfloat16; float16's range of exponents is too small for them.
   exact = x_TD.dtype == jnp.bfloat16 or (x_TD.dtype == jnp.float16 and not fp32)
   return whole and exact and resolve_backend(backend, x_TD.dtype, width) == "mosaic_gpu"

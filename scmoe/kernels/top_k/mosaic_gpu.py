@@ -35,7 +35,10 @@ from scmoe.kernels.launch import resolve_num_sms
 _ROWS = 128  # Tokens of a tile; half if there would be fewer tiles than multiprocessors.
 _LARGE = 1e9  # Larger than every expert's id.
 _LEAST = float(jnp.finfo(jnp.float32).min)  # Stands for a logit of -inf, which may be chosen.
-_RESERVED = 8_192  # Bytes of shared memory for chosen experts, barriers and their alignment.
+# Bytes of shared memory that the ring does not take, for chosen experts, barriers and their
+# alignment. With many choices these need more, and use what whole stages leave over, which suffices
+# for 32.
+_RESERVED = 8_192
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +92,7 @@ def gate_top_k_kernel(
   Args:
     x_TD: tokens; T is a multiple of 128, D of 64.
     terms: [terms, D, E] in the tokens' type; their sum is the gate's weights. E is at most 192.
-    top_k: K.
+    top_k: K, at most 32.
     num_sms: number of CTAs; None: one per multiprocessor.
 
   Returns:

@@ -357,7 +357,7 @@ class Run:
     if meta.get(WEIGHTS_ONLY):
       check_config(architecture(stored), architecture(current), allow_change=allow)
       return
-    fits = not misfit(dataclasses.replace(self.abstract, teacher=None), meta["leaves"])
+    fits = not misfit(self.abstract.for_checkpoint(), meta["leaves"])
     lines = check_config(stored, current, allow_change=allow, fits=fits)
     data = json.loads(json.dumps(self.trainer.data.fingerprint()))
     lines += check_data(meta.get("data_fingerprint", {}), data, allow_change=allow)

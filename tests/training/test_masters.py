@@ -1,6 +1,7 @@
 """Float32 parameters in two halves: the same numbers, without cast and copy."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,15 @@ import pytest
 from covering import night
 from drawn import drawn_init
 
-from scmoe.base.errors import Preempted
+from scmoe.base.errors import ConfigError, Preempted
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
 from scmoe.run.config_files import find_config, load_config
 from scmoe.train import train
+from scmoe.training.description import flatten
+from scmoe.training.loop import Run
 from scmoe.training.masters import Halves, readable, to_float32
-from scmoe.training.options import OptimizerAblation
+from scmoe.training.options import CheckpointConfig, OptimizerAblation
 from scmoe.training.step import init_state, make_train_step
 
 
@@ -85,6 +88,27 @@ def test_steps_are_those_of_cast_parameters(tokens, mesh):
   assert kinds == {"bfloat16", "int16", "float32"}, "norms and gates stay whole"
   for a, b in zip(jax.tree.leaves(halves.for_checkpoint()), jax.tree.leaves(cast), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_a_permitted_change_is_taken_where_parameters_are_in_halves():
+  """A checkpoint holds float32 arrays: with these, not with halves, its arrays are compared."""
+  run = smoke("halves", MeshConfig(data=1)).resolve(num_devices=1, vocab_size=257)
+  abstract = build.build(run, jax.devices()[:1]).abstract_state()
+  leaves = flatten(abstract.for_checkpoint())
+  stored = {name: {"shape": x.shape, "dtype": str(x.dtype)} for name, x in leaves.items()}
+  meta = {"config": {"optimizer": {"beta1": 0.9}}, "data_fingerprint": {}, "leaves": stored}
+  resumed = types.SimpleNamespace(
+    built=types.SimpleNamespace(
+      checkpoint=CheckpointConfig(allow_config_change=True), config={"optimizer": {"beta1": 0.8}}
+    ),
+    abstract=abstract,
+    trainer=types.SimpleNamespace(data=types.SimpleNamespace(fingerprint=dict)),
+    first=False,
+  )
+  Run._compare(resumed, meta)  # pyright: ignore[reportArgumentType]
+  stored.popitem()
+  with pytest.raises(ConfigError, match="do not fit"):
+    Run._compare(resumed, meta)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.nightly  # by day test_state_shares.py loads checkpoints of halves

@@ -190,7 +190,8 @@ class Run:
     self.evaluated_step = -1
     self.began_at = 0  # the step that this start began with
     self.tracing = False
-    # Whether `skipped_in_row` was above 0 in the last results that the host has read.
+    # Whether `skipped_in_row` was above 0 in the last results that the host has read, or before the
+    # first ones in the state with which this start began.
     self.skipping = False
     self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
     self.journal = Journal(built, workdir, self.tokens_per_step, label)
@@ -233,6 +234,7 @@ class Run:
       self.step_fn.go_on(restored.meta)
     if trainer.teacher is not None:
       self.state = dataclasses.replace(self.state, teacher=trainer.teacher())
+    self.skipping = bool(self.state.skipped_in_row)
     if self.first:
       self._write_config()
       if trainer.card is not None:

@@ -191,6 +191,16 @@ def test_too_many_skipped_steps_end_the_run_and_can_be_replayed(mesh8, tmp_path)
   assert not np.isfinite(scalars["loss"])
 
 
+def test_a_step_that_ends_a_resumed_run_is_read_before_the_next_one(mesh8, tmp_path):
+  """The files for `scmoe.replay` hold the state of that step, not of the good one after it."""
+  options = {"objective": Poisoned(), "data": Source(8, bad=(1, 2)), "max_skipped_in_row": 1}
+  with pytest.raises(Preempted):
+    trainer(mesh8, tmp_path, stop_after=2, **options).run()
+  with pytest.raises(NonFiniteError, match="2 steps in a row up to step 3"):
+    trainer(mesh8, tmp_path, **options).run()
+  assert list_steps(tmp_path / "replay" / "checkpoints") == [3]
+
+
 class SignalAt(Source):
   """Sends this process a signal while the given microbatch is read."""
 

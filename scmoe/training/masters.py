@@ -1,14 +1,14 @@
 """Float32 parameters stored in two halves: the bfloat16 that the model reads, and the rest.
 
-A step that computes in bfloat16 needs its float32 parameters in bfloat16 too. A separate copy takes
-2 bytes a parameter more, and every step reads 4 bytes a parameter to write it. Stored in halves,
-the bfloat16 is a part of the parameter: no step casts it, nothing is stored twice, and both halves
-together give the float32 number to the last bit (NVIDIA Apex, `DistributedFusedAdam`,
+A step that computes in bfloat16 needs most of its float32 parameters in bfloat16 too. A separate
+copy takes 2 bytes a parameter more, and every step reads 4 bytes a parameter to write it. Stored in
+halves, the bfloat16 is a part of the parameter: no step casts it, nothing is stored twice, and both
+halves together give the float32 number to the last bit (NVIDIA Apex, `DistributedFusedAdam`,
 `store_param_remainders`).
 
 Example: 1.0039 has the bits 3F80 7FCC (hexadecimal). Its upper half is 3F80, the nearest bfloat16,
-1.0; its lower half is 7FCC. With lower bits of 8000 or more the upper half is rounded up, and the
-lower half, as int16, is negative.
+1.0; its lower half is 7FCC. With lower bits of 8000 or more the upper half's bits are one more, and
+the lower half, as int16, is negative.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def halves_of(params: PyTree, read: PyTree, low: PyTree) -> PyTree:
 
   Args:
     params: `jax.ShapeDtypeStruct`s of the parameters, with shardings.
-    read: the same in the types in which the model reads them.
+    read: their `jax.ShapeDtypeStruct`s in the types in which the model reads them.
     low: shardings for `Halves.low`, in the same structure as `params`.
   """
 
@@ -77,7 +77,10 @@ def halves_of(params: PyTree, read: PyTree, low: PyTree) -> PyTree:
 
 
 def to_float32(params: PyTree) -> PyTree:
-  """Parameters with one float32 array in place of each `Halves`, as checkpoints hold them."""
+  """Parameters with one float32 array in place of each `Halves`.
+
+  It is a `jax.ShapeDtypeStruct` for an abstract `Halves`, and a `Pieced` if `low` is one.
+  """
   return _changed(Halves.to_float32, params, _where_halves(params))
 
 
@@ -114,8 +117,8 @@ def _changed(change: Callable[[Any], Any], params: PyTree, where: list[bool]) ->
   """Parameters with `change` applied to the leaves for which `where` is True.
 
   Arrays are changed in one program, since a program for each shape takes longer to compile. Traced
-  values, inside a step's program, and `jax.ShapeDtypeStruct`s need no program of their own. Leaves
-  in the host's memory or in files are changed by the host, one after the other
+  values, which belong to a program already, and `jax.ShapeDtypeStruct`s need none of their own.
+  Leaves in the host's memory or in files are changed by the host, one after the other
   (`_changed_on_host`).
   """
   leaves, structure = jax.tree.flatten(params, is_leaf=is_halves)

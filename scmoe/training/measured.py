@@ -1,6 +1,6 @@
 """The state on which steps are timed: its router spreads tokens evenly, and goes on doing so.
 
-`overlap.schedule=auto` and `scmoe.profile` time steps with fresh parameters and random tokens. The
+`overlap.schedule=auto` and `scmoe.profile` time steps with fresh parameters and a random batch. The
 routers of deep blocks would then send most tokens to few experts: a fresh model's attention adds
 nearly the same value to all tokens of a sequence, and gates read little else. Steps on the same
 random batch make it worse. Where an exchange goes in rounds, the rows for which the first has no
@@ -12,8 +12,8 @@ slow link such steps took 181 ms, and 146 ms when no round overflowed (experimen
 So the embeddings of tokens, and of the patches of images, are `SPREAD` times as large as a run
 initialises them. What tells tokens apart then outweighs what their sequence adds, and the loads of
 experts come out as even as those of a trained router: the fullest of 16 experts gets 1.2 to 1.4
-times the mean load in every block instead of up to 2.3 times. In a run with a warm-up the timed
-steps hardly change that: each is step 0, which has the smallest learning rate.
+times the mean load in every block instead of up to 2.3 times. In a run with a long warm-up the
+timed steps hardly change that: each is step 0, which has the warm-up's smallest learning rate.
 """
 
 from __future__ import annotations

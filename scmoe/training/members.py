@@ -7,8 +7,8 @@ changing, by its own clock: the clocks of two hosts are never compared. Of the l
 may train in the next turn, the one with the lowest number writes the plan.
 
 Files are overwritten in place and not renamed: on NFS a host opens the current content of a file
-that it knows, but may find the old file under a name for up to a minute. A half-written file is no
-JSON and counts as unchanged.
+that it knows, but may find the old file under a name for up to a minute. A half-written file that
+is no JSON counts as unchanged.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class Plan(NamedTuple):
 
   Attributes:
     turn: 1, 2, ... over all starts in this folder.
-    members: numbers of the members that train. The first one is process 0 of jax.distributed.
+    members: numbers of the members that train. The first one is process 0 of the turn.
     tokens: theirs. A member that was started again since then has another one: it takes no part.
     coordinator: host:port of process 0.
     data, expert: sizes of these axes of the mesh.
-    words: for people: the mesh, the number of its processes and of all, and, if meshes were tried
-      before it, why the first of them does not fit.
+    words: for people: the mesh, the number of its processes and of all, and, if the check refused
+      meshes before it, why it refused the first of them.
   """
 
   turn: int = 0
@@ -122,7 +122,7 @@ def read_member(folder: Path, number: int) -> Member | None:
 
 
 def read_plan(folder: Path, name: str = PLAN) -> Plan | None:
-  """The plan in a file of the folder; None if the file is missing, not whole or unreadable."""
+  """The plan in a file of the folder; None if the file is missing or holds no whole plan."""
   found = _read(folder / name, _PLAN)
   if not found:
     return None
@@ -136,7 +136,8 @@ def read_plan(folder: Path, name: str = PLAN) -> Plan | None:
 def write(path: Path, value: Member | Plan) -> None:
   """Overwrites a file in place. A write that fails raises nothing.
 
-  A member writes its own file again a second later; nobody writes the same plan again.
+  Until it ends, a member writes its own file again about a second later. Nobody writes the same
+  plan again.
   """
   data = json.dumps(value._asdict()).encode() + b"\n"
   with contextlib.suppress(OSError):

@@ -43,10 +43,10 @@ class Meter:
   """Time per step, without the time that `pause` leaves out, such as an evaluation or a save.
 
   The loop calls `begin` when it has dispatched a step, `tick` when it has read a step's results,
-  and `pause` when the following time belongs to no step. As a rule it reads the results of step n
-  after it has dispatched step n + 1, and the dispatch may last until step n + 1 is almost done.
-  When the loop ends or pauses, it then reads the results of step n + 1 at once. So the time between
-  two ticks without a `begin` is no step's.
+  and `pause` after work that belongs to no step. As a rule it reads the results of step n after it
+  has dispatched step n + 1, and the dispatch may last until step n + 1 is almost done. When the
+  loop ends or pauses, it then reads the results of step n + 1 at once. So the time between two
+  ticks without a `begin` is no step's.
   """
 
   def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Meter:
     self._last, self._begun = now, False
 
   def pause(self) -> None:
-    """Leaves out the time from here to the next `tick`: it belongs to no step."""
+    """Leaves out the time between the last `tick` and the next one."""
     self._last = None
 
   def take(self) -> float:

@@ -57,8 +57,7 @@ class MetricsFile:
 
   Args:
     workdir: of the run.
-    resumed_step: lines of later steps, which are about to be done again, and broken lines are
-      removed at once.
+    resumed_step: lines of later steps and broken lines are removed at once.
 
   A line that cannot be written (full disk) is kept in memory and tried again with the next.
 
@@ -185,7 +184,7 @@ class TensorBoard:
 
   def __init__(self, workdir: Path, resumed_step: int):
     writer = _summary_writer()
-    # TensorBoard drops the figures of steps from `purge` on, which the run is about to do again.
+    # TensorBoard drops the figures that earlier starts wrote for steps from `purge` on.
     purge = resumed_step + 1 if resumed_step else None
     self._writer = writer(str(workdir / "tensorboard"), purge_step=purge)
 
@@ -235,8 +234,8 @@ class Tracker:
 class Metrics:
   """Writes a run's figures to metrics.jsonl, to the sinks and to router files.
 
-  A sink that fails is dropped with one warning. Router files of steps after `resumed_step` are
-  removed at once.
+  A sink that cannot be made or written is dropped with one warning. Router files of steps after
+  `resumed_step` are removed at once, where that is possible.
 
   Args:
     workdir: of the run.

@@ -2,11 +2,12 @@
 
 While gradients keep their size, a second moment changes by about 1 - β₂ of itself a step or less, a
 thousandth with β₂ = 0.999, but neighbouring bfloat16 numbers are 1/256 to 1/128 of themselves
-apart: rounded to the nearest, the moment would hardly ever change. Here it is rounded up or down at
-random, with the probabilities that keep its expected value. It then moves as in float32, with a
-noise whose standard deviation is at most 1/256 of the moment a step. Over many steps the noise of a
-moment with decay β adds up to a standard deviation of at most (1/256) / √(1 - β²) of the moment (P.
-Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192).
+apart: rounded to the nearest, such a moment would hardly ever change. Here moments are rounded up
+or down at random, with the probabilities that keep their expected values. They then move as in
+float32, with a noise whose standard deviation is at most 1/256 of the moment a step. Over many
+steps the noise of a moment that keeps its size adds up, with decay β, to a standard deviation of at
+most (1/256) / √(1 - β²) of the moment (P. Zamirai et al., "Revisiting BFloat16 Training", arXiv
+2010.06192).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Muon: the update of a matrix is its momentum, made orthogonal.
+"""Muon: the update of a matrix is its momentum, made nearly orthogonal.
 
 A parameter's name and its module's say whether it is a matrix (`scmoe.models.matrices`). A
 parameter of 12 stacked layers with 8 experts each is 96 matrices. The iteration that makes them
@@ -49,7 +49,7 @@ def muon_or(
   Args:
     other: the rule for parameters that are no matrices.
     beta: decay of the Nesterov momentum.
-    rms: root mean square of a matrix's update.
+    rms: root mean square of a matrix's update, were it exactly orthogonal.
     specs: PartitionSpecs like the parameters; None: `update` gets whole arrays. If a matrix is
       split over several devices, each gathers gradient and momentum, and keeps its own part of the
       results.
@@ -83,8 +83,8 @@ def muon_or(
 def _scaled(path: tuple[Any, ...], update: Array, rms: float) -> Array:
   """Orthogonal updates of matrices [m, n], of RMS 1 / sqrt(max(m, n)), scaled to an RMS of `rms`.
 
-  If an input or output has several dimensions, such as heads and their width, m or n is their
-  product.
+  They are nearly orthogonal, so the RMS is nearly that. If an input or output has several
+  dimensions, such as heads and their width, m or n is their product.
   """
   numbers: Any = dimensions(path, update)
   sizes = (math.prod(update.shape[d] for d in side) for side in numbers)

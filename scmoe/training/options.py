@@ -1,6 +1,6 @@
 """The options of training, the optimizer, checkpoints and processes.
 
-They have a module of their own so that `--help` and the dry run need neither optax nor orbax.
+They have a module of their own so that a run's configuration can be read without orbax.
 """
 
 from __future__ import annotations

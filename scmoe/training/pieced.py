@@ -81,7 +81,8 @@ def in_pieces(leaves: dict[str, Any]) -> tuple[list[PiecedArray], Iterator[Calla
   """(descriptions, functions that read one piece each) of all arrays of a state, to save them.
 
   Args:
-    leaves: by dotted name; `Pieced` objects and jax arrays, whose stacks are cut into layers too.
+    leaves: by dotted name; `Pieced` objects and jax arrays, whose stacks are cut into layers, too,
+      but for stacks of one number a layer.
   """
   found = {name: x if is_pieced(x) else _of_array(name, x) for name, x in leaves.items()}
   arrays = [PiecedArray(name, x.shape, x.dtype, x.leading) for name, x in found.items()]

@@ -32,7 +32,7 @@ class _WithoutAbandoned:
   """
 
   def __init__(self, hook: Callable[..., Any]):
-    # While Python exits, names of this module are None already, but attributes are still there.
+    # While Python exits, names of this module may be None already; attributes are still there.
     self._hook, self._coroutine = hook, types.CoroutineType
 
   def __call__(self, unraisable: Any) -> None:

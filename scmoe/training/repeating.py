@@ -2,8 +2,8 @@
 
 The loop of overflow rounds in every layer (`scmoe.moe.dispatch.dropless`) costs time even where it
 never runs: XLA's GPU runtime copies the loop's condition to the host, which reads it before it
-launches anything else, and XLA runs no exchange beside the loop. With `dispatch.overflow=repeat` a
-step is one of two programs with the same state:
+launches anything else, and XLA runs no exchange beside the loop. With `dispatch.overflow=repeat`,
+where devices exchange rows, a step is one of two programs with the same state:
 
   once     sends the first round of rows only. Where no row is left over, it adds up the same
            numbers as the program with loops. Otherwise the step changes no bit of the state
@@ -11,7 +11,7 @@ step is one of two programs with the same state:
 
 The host reads one array of a step, the rounds that each layer needs, before it dispatches the next
 step. Where rows are left over often, the program with loops runs the steps from the start (`Pace`).
-It is compiled when it is first needed, so a run whose loads fit compiles one program.
+It is compiled when it is first needed, so a run whose loads always fit never compiles it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RepeatingStep(GuidedStep):
     *args, **options: see `GuidedStep`.
 
   Attributes:
-    repeated: number of steps that were run again so far.
+    repeated: number of steps that were run again in this start so far.
     pace: which program runs the next step.
   """
 
@@ -142,9 +142,9 @@ class RepeatingStep(GuidedStep):
     self.repeated, self.pace = 0, Pace()
 
   def begin(self, *args: Any) -> Any:
-    """Dispatches a step without waiting for it; its result is final if `left_over` is then False.
+    """Dispatches a step; its result is final if `left_over` is then False.
 
-    Its scalars include `repeated`, the number of steps that were run again so far.
+    Its scalars include `repeated`.
 
     Args:
       *args: the state, which is donated, and the batch.
@@ -184,7 +184,7 @@ class RepeatingStep(GuidedStep):
     return self._counted(self.looped(*args))
 
   def __call__(self, *args: Any) -> Any:
-    """Runs one step, twice if rows are left over; returns what `begin` and `again` return."""
+    """Runs one step, and again if `left_over` says so; returns what `begin` or `again` returned."""
     state, batch = args
     state, scalars, arrays = self.begin(state, batch)
     if self.left_over(arrays):

@@ -1,8 +1,8 @@
 """Reads checkpoints: the steps of a directory, and the arrays of a step, checked by fingerprints.
 
 Orbax reads the arrays. It does not notice a flipped bit, and it casts and pads silently. So `load`
-compares names, shapes and types before it reads, and every read ends with a comparison of the
-fingerprints.
+compares names, shapes and types before it reads, and every read of arrays ends with a comparison of
+the fingerprints.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ def restore_params(
     CheckpointError: no such step, no valid one, or a later version of scmoe wrote it.
     ConfigError: a name of `abstract_params` is not stored, or a stored shape or type does not fit
       (`misfit`).
+    Exception: those that `load` passes on.
   """
   return restore_part(workdir, {"params": abstract_params}, step)["params"]
 
@@ -143,7 +144,7 @@ def restore_part(
     step: which one; None: the newest undamaged one.
 
   Raises:
-    CheckpointError, ConfigError: as `restore_params`.
+    CheckpointError, ConfigError, Exception: as `restore_params`.
   """
   read = lambda place: load(place, abstract, read_description(place)[0], partial=True)
   return _of_step(workdir, step, read)
@@ -165,7 +166,7 @@ def restore_on_host(
     part: the field of the state: `params` (the weights) or `average` (their average).
 
   Raises:
-    CheckpointError, ConfigError: as `restore_params`.
+    CheckpointError, ConfigError, Exception: as `restore_params`.
   """
 
   def read(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
@@ -191,6 +192,7 @@ def restore_stored(
 
   Raises:
     CheckpointError: there is no such step, it is damaged, or a later version of scmoe wrote it.
+    Exception: those that `load` passes on.
   """
 
   def read(place: Path) -> dict[str, jax.Array]:

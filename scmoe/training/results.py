@@ -1,4 +1,4 @@
-"""The results of a training step, on the devices until the host reads them."""
+"""The results of a training step, which the host reads later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Results(Protocol):
-  """A step's report, on the devices until it is read."""
+  """A step's report, to be read when the host needs it."""
 
   @property
   def arrays(self) -> dict[str, Any]:
@@ -24,7 +24,7 @@ class Results(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Reported:
-  """The `Results` of a step of one run: scalars and per-layer arrays on the devices."""
+  """The `Results` of a step of one run: scalars and per-layer arrays as the step returned them."""
 
   scalars: dict[str, Any]
   arrays: dict[str, Any]

@@ -12,8 +12,8 @@ from scmoe.data.pipeline import INFORMATIVE
 # a step computes, but for rounding. Four do more: `train.steps` stretches the schedule of the
 # learning rate; after a change of `multitask.loads` or `multitask.plan` the run plans anew what its
 # next steps compute; and on another `mesh` experts of limited capacity may drop other choices, if
-# `dispatch.groups` is 0, and tokens may get other experts, with `router.compat.round_to` or
-# `router.compat.uniform`.
+# `dispatch.groups` is 0, tokens may get other experts, with `router.compat.round_to` or
+# `router.compat.uniform`, and with `multitask` other rows may share a microbatch.
 SAFE = (
   "name",
   "model.ffn.impl",

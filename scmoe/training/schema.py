@@ -9,7 +9,7 @@ next checkpoint is of the present schema.
 | router.skewed                                | gone, with dispatch.further                    |
 | router.order, weights, weight_norm, jitter, uniform, round_to | router.compat.order, ...      |
 | overlap.slot, sequential                     | overlap.schedule                               |
-| overlap.backward_slot                        | overlap.backward                               |
+| overlap.backward_slot                        | overlap.ablation.backward                      |
 | overlap.barriers                             | overlap.order                                  |
 | overlap.gradients                            | gone: summed over devices once a step          |
 | overlap.command_buffers = True, False        | overlap.command_buffers = on, auto             |
@@ -147,7 +147,7 @@ _SECTIONS = {
 
 
 def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
-  """A checkpoint's description of any schema, converted to the present one.
+  """A checkpoint's description, its leaves and configuration converted to the present schema.
 
   From schema 1, each leaf has the name under which it is stored in `stored_as`, and leaves that are
   read no longer are left out.
@@ -202,7 +202,10 @@ def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_schema_2(values: dict[str, Any]) -> dict[str, Any]:
-  """A stored configuration with the first names and values of schema 2; see the module's table."""
+  """A stored configuration with the first names and values of schema 2.
+
+  `with_present_names` makes today's names of them, which the module's table has.
+  """
   values = copy.deepcopy(values)
   group = lambda name: part if isinstance(part := values.get(name), dict) else {}
   router, dispatch, overlap, model = map(group, ("router", "dispatch", "overlap", "model"))

@@ -1,9 +1,9 @@
 """Measures variants of a training step in turns, and stays with the fastest.
 
-All candidates compute the same result, but for rounding, so they can be compared by their time. A
-candidate replaces the one kept so far only if it is faster by more than the spread of both
-(`against`): a difference that the next measurement may turn round is no reason to leave what is
-configured. A caller may ask for a margin, too.
+Candidates are compared by their time alone, so they have to compute the same result, but for
+rounding. A candidate replaces the one kept so far only if it is faster by more than the spread of
+both (`against`): a difference that the next measurement may turn round is no reason to leave what
+is configured. A caller may ask for a margin, too.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Search:
     self.measured: dict[Variant, list[float]] = {}
     # Seconds from the start of a variant's compilation until its steps can be timed. For a variant
     # that is compiled side by side with others they begin with the first compilation of all, and
-    # hold the warm-up and the first timed steps of the variants before it.
+    # hold the warm-up of all and the first timed steps of the variants before it.
     self.prepared: dict[Variant, float] = {}
     # Why a variant is left out: no time or no steps were left for it, or XLA could not compile it.
     self.untried: dict[Variant, str] = {}
@@ -131,7 +131,7 @@ class Search:
     self._began, self._calls = 0.0, 0
     self._visits = self._plan()
     self._visit: tuple[Variant, bool] | None = None
-    # Whether the next call is a candidate's last glance: at its end the next candidate is compiled.
+    # Whether the next call is a candidate's last glance: at its end another may be compiled.
     self._last_glance = False
 
   @property

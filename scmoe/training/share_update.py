@@ -1,12 +1,12 @@
 """The part of a training step that differs where data ranks share the state (`mesh.shard_state`).
 
 A rank updates its shares of the parameters with its shares of the moments and of the gradients.
-With `moments` it then gathers the updated shares. If parameters are stored in halves
+With `moments` it then gathers the updated shares. For parameters that are stored in halves
 (`scmoe.training.masters`), only the bfloat16 halves are gathered, 2 bytes a parameter: the other
 halves lie with the moments, because no model reads them.
 
-Bytes a rank stores for each parameter that ranks divide, with AdamW's float32 moments (8 bytes)
-and N ranks; the last two columns are the sums, with parameters in halves:
+Bytes a rank stores for each parameter that ranks divide, with AdamW's float32 moments (8 bytes), no
+average and N ranks; the last two columns are the sums, with parameters in halves:
 
 | mesh.shard_state | parameters                       | moments | N = 2 | N = 8 |
 |------------------|----------------------------------|---------|-------|-------|

@@ -213,7 +213,7 @@ class Lane(Run):
     self._own = state
 
   def compile_early(self) -> None:
-    """Does nothing: the program of all seeds is compiled when every run has started."""
+    """Does nothing: the program of all seeds is compiled later, when every run has started."""
 
   def join(self, of_all: Callable[[], TrainState]) -> None:
     """Drops this run's own state; from here on `of_all()` returns its row of the joined states."""
@@ -348,6 +348,7 @@ class _Together:
     Raises:
       Preempted: the runs were stopped; raised when all that have not failed are saved.
       NonFiniteError: a run failed, and none was stopped; raised when the others are done.
+      Exception: any other of `Run.finish`; it ends all runs at once.
     """
     states, stopped = [], None
     for lane in self._active():

@@ -1,8 +1,9 @@
 """Signals that ask a run to stop, and a watchdog for steps that never end.
 
 SIGTERM, SIGHUP (the terminal hung up; ignored under nohup) and the first SIGINT ask the loop to
-finish its step, save and exit 75; a second SIGINT ends the process as usual. With several processes
-SIGTERM belongs to jax: its preemption service agrees on one step at which all of them stop.
+finish its step, save and exit 75; a second SIGINT does what it did before the run: as a rule, it
+ends the process. With several processes SIGTERM belongs to jax: its preemption service agrees on
+one poll of the loop at which all of them stop.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class StopRequest:
     with contextlib.suppress(OSError):
       os.write(2, text.encode())
     if number == signal.SIGINT:
-      # The handler from before this context is put back: with it a second SIGINT ends the process.
+      # The handler from before this context is put back, which as a rule ends the process.
       signal.signal(signal.SIGINT, self._before[number])
     if self._several:
       os.kill(os.getpid(), signal.SIGTERM)  # jax tells all processes of the run that one got it
@@ -88,7 +89,8 @@ class Watchdog:
 
   It prints the stacks of all threads and exits with code 86. A context manager. A thread of its own
   does this, because the main thread does not return from a stuck collective. If even the
-  interpreter is locked up, faulthandler's own thread ends the process 10 s later, with code 1.
+  interpreter is locked up, faulthandler's own thread, where it runs (`arm`), ends the process 10 s
+  later, with code 1.
   """
 
   def __init__(self) -> None:

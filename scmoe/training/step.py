@@ -48,17 +48,18 @@ Init = Callable[[Array], tuple[PyTree, PyTree]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """The arrays that one training step hands to the next; checkpoints hold all but `teacher`.
+  """The arrays that one training step hands to the next; a run's checkpoints omit `teacher`.
 
-  A skipped step (its loss or a gradient is not finite, or it is a spike) changes no bit of
-  `params`, `opt_state`, `router` and `average`. `step` counts it: its batch is not used again, and
-  the learning-rate schedule goes on.
+  A skipped step (its loss or the norm of its gradients is not finite, or it is a spike) changes no
+  bit of `params`, `opt_state`, `router` and `average`. `step` counts it: its batch is not used
+  again, and the learning-rate schedule goes on.
 
   Attributes:
     step: int32 [], optimizer steps done, skipped ones included.
     params: float32 parameters, as arrays or as `Halves` (`scmoe.training.masters`). Here and in
-      `opt_state` a stack may be divided into layers (`Apart`).
-    opt_state: optax's state of the optimizer: moments and counters.
+      `opt_state` a stack may be divided into layers (`Apart`), and the host may keep arrays itself
+      (`Kept`).
+    opt_state: optax's state of the optimizer, such as moments and counters.
     router: router state that gradients do not train, e.g. balancing biases; may be {}.
     rng: uint32, data of a random key. It never changes: each step makes its own key from this one
       and its number.
@@ -142,7 +143,10 @@ class Objective(Losses, Protocol):
   """
 
   def cast(self, params: PyTree) -> PyTree:
-    """Parameters in the types in which `losses` reads them."""
+    """Parameters in the types in which `losses` reads them.
+
+    Those in the host's memory stay as they are.
+    """
     ...
 
   def taught(self, given: PyTree) -> Objective:
@@ -159,7 +163,8 @@ class Objective(Losses, Protocol):
   def metrics(self, aux: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
     """(scalars, per-layer arrays) of a step, from the `aux` of `losses`, summed over microbatches.
 
-    The console shows the scalars `loss`, `drop` (share of choices dropped) and `imbalance`.
+    The console shows `loss`, `drop` (share of choices dropped) and `imbalance` if these scalars
+    include them.
     """
     ...
 
@@ -189,6 +194,8 @@ def abstract_state(
   teacher: PyTree = None,
 ) -> TrainState:
   """The training state as `jax.ShapeDtypeStruct`s with shardings; allocates nothing.
+
+  An `InFile` stands in place of each array that is to lie in a file.
 
   Args:
     shapes: (params, router) as ShapeDtypeStructs with shardings. Those of `params` are the
@@ -239,7 +246,7 @@ def abstract_state(
 def init_state(
   init: Init, optimizer: Optimizer, seed: int, abstract: TrainState, params: PyTree = None
 ) -> TrainState:
-  """The state before step 0, with the same values on every mesh.
+  """The state before step 0, with the same values on every mesh, but for rounding.
 
   Each device makes its own share of the arrays that the host does not make (`OnHost`).
 
@@ -377,8 +384,8 @@ def make_local_step(
   def local_step(state: TrainState, batch: Batch) -> Any:
     own = objective if state.teacher is None else objective.taught(state.teacher)
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-    # Parameters that are not stored in halves (`masters`) are cast here, once per step: inside
-    # `accumulate`'s loop, each microbatch would read their float32 values again.
+    # What `cast` has to cast (parameters in halves are in bfloat16 already) is cast here, once per
+    # step: inside `accumulate`'s loop, each microbatch would read the float32 values again.
     with jax.named_scope("cast"):
       params = own.cast(masters.readable(state.params))
     if shares is not None:

@@ -51,7 +51,7 @@ ABSENT = optax.MaskedNode()
 
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-  """How the update streams moments and lower halves, if they lie in the host's memory.
+  """How the update handles moments and lower halves that lie in the host's memory or in a file.
 
   Attributes:
     ahead: number of layers whose moments are fetched while the layers before them are updated and
@@ -122,8 +122,8 @@ def updated_by_layer(
     grads: this device's gradients, stacks whole or `Sent`; a `Sent` is fetched with the moments.
     state: `params`, `opt_state` and `average` in the manual region. Arrays in the host's memory,
       those in `Apart`s too, are fetched and stored; stacks in the device's memory are updated in
-      place. Arrays of `opt_state` that are wholly in the device's memory are counters: every layer
-      sees them.
+      place. Arrays of `opt_state` that are wholly in the device's memory belong to no parameter,
+      as counters do: every layer sees them.
     how: how many layers are fetched ahead.
     norm: global norm of all gradients, float32 []; every fetch waits for it.
   """

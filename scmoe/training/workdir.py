@@ -216,7 +216,7 @@ def _owner(path: Path) -> tuple[dict[str, Any], bool]:
   try:
     silent = time.time() - path.stat().st_mtime
     owner = read_json(path, {"pid": int, "host": str}, most=4096)
-  except (OSError, StoredError):  # there is no lock file, or a full disk has cut off its text
+  except (OSError, StoredError):  # e.g. there is none, or a full disk has cut off its text
     return {}, False
   pid = owner["pid"]
   if owner["host"] != socket.gethostname():

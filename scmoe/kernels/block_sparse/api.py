@@ -7,9 +7,9 @@ output of two dense operands.
 
 The activations of all experts form a block-sparse matrix [rows, all experts' hidden units], in
 which a row has only its own expert's blocks. `grouped_matmul` and `grouped_outer` compute products
-of topologies made by `moe_topology`; XLA's gathers and dense products compute those of all other
-topologies. Block rows of `moe_topology` that are not in use count as zero. All three products are
-differentiable.
+of topologies made by `moe_topology`; XLA's gathers, dense products and sums compute those of all
+other topologies. The products take block rows of `moe_topology` that are not in use as zero. All
+three products are differentiable.
 """
 
 import dataclasses
@@ -88,6 +88,8 @@ def sdd(
 ) -> BlockSparse:
   """The topology's blocks of lhs @ rhs, as a `BlockSparse`; no other block is computed.
 
+  For a topology of `moe_topology`, blocks in block rows that are not in use are zero.
+
   Args:
     lhs_MK, rhs_KN: dense matrices; [M, N] is the topology's shape.
     topology: which blocks to compute.
@@ -124,7 +126,8 @@ def dsd(sparse: BlockSparse, rhs_KN: jax.Array, *, backend: str = "auto") -> jax
   Args:
     sparse: [M, K], transposed or not.
     rhs_KN: a dense matrix.
-    backend: as in `grouped_matmul`, for topologies of `moe_topology`; ignored for others.
+    backend: as in `grouped_matmul`, or in `grouped_outer` if `sparse` is transposed, for topologies
+      of `moe_topology`; ignored for others.
 
   Raises:
     ValueError: the contracted sizes disagree; or, for a topology of `moe_topology`, the backend is
@@ -157,7 +160,7 @@ def dds(lhs_MK: jax.Array, sparse: BlockSparse, *, backend: str = "auto") -> jax
   Args:
     lhs_MK: a dense matrix.
     sparse: [K, N], transposed or not.
-    backend: as for `dsd`.
+    backend: as for `dsd` of `sparse.T`.
 
   Raises:
     ValueError: as for `dsd`.

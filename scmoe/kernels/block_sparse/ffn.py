@@ -2,8 +2,8 @@
 
 `model.ffn.impl=block_sparse` selects it. SDD is the product of the rows with the first matrices of
 all experts, side by side; it computes only the blocks of each row's own expert. A gated activation
-has two such products. The activation follows. DSD multiplies these blocks by all experts' second
-matrices, and the result is dense.
+has two such products. Biases and the activation follow. DSD multiplies these blocks by all experts'
+second matrices, and the result is dense.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def block_sparse_ffn(
   """The experts' network through block-sparse products; arguments and result as in `expert_ffn`.
 
   The experts' activations are one matrix [rows, all experts' hidden units], in which a row has its
-  own expert's blocks. This function is slower than `expert_ffn`: it gathers the rows first, stores
-  the pre-activations as blocks, and fuses no step into a product. It uses the activation and the
-  backend of `config`, and ignores the other fields. For hidden widths that 128 does not divide, XLA
-  computes the products with every backend that does not raise.
+  own expert's blocks. This function is for comparisons: it gathers the rows first, stores the
+  pre-activations as blocks, and adds biases and activates after the products. It uses the
+  activation and the backend of `config`, and ignores the other fields. For hidden widths that 128
+  does not divide, XLA computes the products with every backend that does not raise.
 
   Raises:
     ValueError: shapes disagree, or the activation or backend is unknown or does not fit.

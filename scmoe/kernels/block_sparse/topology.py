@@ -120,7 +120,7 @@ def moe_topology(layout: GroupLayout, hidden: int) -> Topology:
   Their block columns are 0 1, 0 1, 4 5 and 4 5.
 
   Args:
-    layout: tiles of the rows; the tile is the block.
+    layout: tiles of the rows, in one run; the tile is the block.
     hidden: F, a multiple of the tile.
 
   Raises:

@@ -1,4 +1,4 @@
-"""Grouped matrix products, each group of rows times its own matrix, and the experts' network."""
+"""Matrix products of groups of rows, and the experts' network."""
 
 from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
 from scmoe.kernels.grouped_matmul.backend import BACKENDS, resolve_backend

@@ -34,8 +34,8 @@ class Activation:
     name: what the user writes.
     gated: whether the layer has a gate beside its up projection.
     value: h -> act(h), in the type of h.
-    value_and_derivative: h -> (act(h), act'(h)). jax's derivative of `value` is this act', too,
-      except in a `kernel_form`, which nobody differentiates by jax.
+    value_and_derivative: h -> (act(h), act'(h)). At a finite h jax's derivative of `value` is this
+      act', too, up to rounding, except in a `kernel_form`, which nobody differentiates by jax.
     factor: of gated kinds: up -> (the number by which act(gate) is multiplied, its derivative with
       respect to up). None in place of the derivative: it is 1.
   """

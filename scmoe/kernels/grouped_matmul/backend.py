@@ -28,7 +28,7 @@ def widths_have_kernels(dtype, *widths: int) -> bool:
 
   Args:
     dtype: type of the operands; the kernels take bfloat16 and float16.
-    *widths: every width that is tiled (K and N, or D and F).
+    *widths: every width that is tiled, such as K and N.
   """
   return jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)) and all(
     width % 64 == 0 and width >= 64 for width in widths
@@ -46,8 +46,8 @@ def resolve_backend(backend: str, dtype, *widths: int) -> str:
   Only "auto" asks whether the first device runs the kernels.
 
   Args:
-    backend: one of `BACKENDS`; "auto" takes the kernels if the device runs them and they take the
-      operands, else XLA.
+    backend: one of `BACKENDS`; "auto" takes the kernels if the first device `has_kernels` (not
+      inside `without_kernels`) and they take the operands, else XLA.
     dtype: type of the operands.
     *widths: every width that is tiled.
 

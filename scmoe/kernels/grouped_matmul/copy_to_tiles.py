@@ -32,8 +32,8 @@ from scmoe.kernels.row_copier import (
 def takes(x_MD: jax.Array, num_copies: int) -> bool:
   """Whether the kernel can copy rows of this type and width to `num_copies` places each.
 
-  There must be a row, and a row must have a multiple of 128 bytes, at most 22,222, and at most 32
-  places.
+  There must be a row, and a row must have a positive multiple of 128 bytes, at most 22,222, and at
+  most 32 places.
   """
   row_bytes = x_MD.shape[1] * x_MD.dtype.itemsize
   return fits(row_bytes, num_copies) and row_bytes % ALIGNED == 0 and x_MD.shape[0] > 0
@@ -107,7 +107,7 @@ class _Program(RowCopier):
 
   @property
   def shared_bytes(self) -> int:
-    """Bytes of a block's shared memory, with room to align it."""
+    """Bytes of shared memory that a block needs, with room to align it."""
     stages = WARPS * self.stages
     return (stages + 1) * self.row_bytes + BARRIER * stages + ALIGNED
 

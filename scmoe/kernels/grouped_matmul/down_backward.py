@@ -50,7 +50,8 @@ class Operands:
   Attributes:
     group_I: int32, group of each tile.
     num_tiles: int32 [1], tiles in use.
-    index_R: int32, row of dy that each row of the tiles reads; None: the row of the same number.
+    index_R: int32, row of dy that each row of the tiles reads, negative for zeros; None: the row of
+      the same number.
     dy: gradient of the weighted output, [R, D], or with `index_R` any number of rows.
     down: the down matrices, [G, F, D].
     weight_R: s, the row weights, float32.
@@ -137,7 +138,7 @@ def down_backward_product(
     tiling: tile shape.
     index_R: row of dy that each row of the layout reads, negative for padding; None: the row of the
       same number.
-    num_sms: CTAs; None: one for each multiprocessor.
+    num_sms: CTAs, as for `pipeline.launch`; None: one for each multiprocessor.
   """
   operands = Operands(
     layout.tile_group_I, layout.num_tiles, index_R, dy_XD, down_GFD, row_weight_R, tuple(pre)
@@ -209,7 +210,7 @@ class _Shape:
 
   @property
   def together(self) -> int:
-    """How many blocks of 64 rows are in the epilogue's buffers at once."""
+    """How many blocks of 64 rows are in the buffers of pre-activations at once."""
     return min(self.tiling.store_buffers, self.blocks)
 
   def memory(self) -> Memory:
@@ -236,7 +237,7 @@ class _Block(NamedTuple):
 
   Attributes:
     index: number of the block of 64 rows among those of the consumer.
-    first: whether it is the first of those that are in the buffers together.
+    first: whether it is the first of those whose pre-activations are in the buffers together.
     row, col: the first row and column, in global memory.
     consumer: number of the consumer in the CTA.
   """
@@ -278,7 +279,7 @@ class _Cta:
     )
 
   def locate(self, tile: Any) -> tuple[Any, ...]:
-    """Tile number -> row tile, column tile, group, and whether the pair shares the down matrix."""
+    """Number of a tile or pair -> its coordinates (see the class)."""
     gmem, shape = self.gmem, self.shape
     return locate_rows(tile, shape.tiling, gmem.group_I, gmem.num_tiles[0], shape.col_tiles)
 

@@ -4,11 +4,11 @@
     D  model width      F  expert width
 
 The up-projection reads the rows in the experts' tiles: they lie there already, or are gathered or
-copied there. The results go back to the rows' own order, where each row's copies are weighted and
-added up. (A single row can do without tiles: see `_expert_ffn`.) The forward pass keeps the rows,
-the weights, the pre-activations and the layout's arrays for the backward pass. That pass does not
-need the experts' output: with da' = dy @ down.T, the gradient of a copy's weight is ⟨da', a⟩, plus
-⟨dy, bias⟩ if the last layer has a bias (SonicMoE, arXiv 2512.14080).
+copied there. The results go back to the rows' own order, where each row's copies are added up, with
+weights if they have any. (A single row can do without tiles: see `_expert_ffn`.) The forward pass
+keeps the rows, the weights, the pre-activations and the layout's arrays for the backward pass. That
+pass does not need the experts' output: with da' = dy @ down.T, the gradient of a copy's weight is
+⟨da', a⟩, plus ⟨dy, bias⟩ if the last layer has a bias (SonicMoE, arXiv 2512.14080).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class FFNConfig(FFNOptions, path="FFNConfig"):
   Attributes:
     activation: as in `FFNOptions`, but never empty, and may be given by position.
     precision: of float32 operands, as in `jax.lax.dot_general`.
-    num_sms: multiprocessors that the products' kernels use; None: all, but see `shared_sms`.
+    num_sms: multiprocessors that the products' kernels use (a pair of CTAs takes two); None: all,
+      but see `shared_sms`.
     shared_sms: whether a collective may hold multiprocessors while padded experts run. If so, and
       if `impl` and `backend` are auto, padded experts take batched products, which leave the
       collective some multiprocessors. If padded experts take kernels all the same, these launch 8
@@ -113,7 +114,7 @@ def expert_ffn(
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-  """A resolved `FFNConfig`: the options on which a traced program depends."""
+  """A resolved `FFNConfig`: options, and facts of the layout, on which a traced program depends."""
 
   products: str  # the backend whose products run, a word of `backend.MODULES`
   how: Execution

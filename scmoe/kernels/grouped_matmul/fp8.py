@@ -4,10 +4,11 @@
 
 A row has a scale for each 128 of its elements, and a matrix has one for each 128 x 128 of its
 elements (arXiv 2412.19437, section 3.3). Here a scale is the smallest power of two by which a block
-can be divided to stay within e4m3's largest number, 448, but at least 2^-100 and at most 2^100. So
-only the elements are rounded: an element times its scale is a bfloat16 number, and a product of fp8
-operands equals that of the bfloat16 numbers, up to the order of sums. Where there is no kernel for
-fp8, the same result therefore comes from `rounded_rows` and `rounded_matrices`.
+can be divided to stay within e4m3's largest number, 448, but at least 2^-100 and at most 2^100
+(`_scale` lists exceptions). So only the elements are rounded: an element times its scale is a
+bfloat16 number, and a product of fp8 operands equals that of the bfloat16 numbers, up to the order
+of sums. Where there is no kernel for fp8, the same result therefore comes from `rounded_rows` and
+`rounded_matrices`, but for float16's largest numbers (`rounded_rows`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from scmoe.kernels.grouped_matmul.weights import FFNWeights
 BLOCK = 128
 E4M3 = jnp.float8_e4m3fn
 _LARGEST = float(jnp.finfo(E4M3).max)
-# Bounds of a scale's exponent: the scale's inverse, and e4m3 numbers times the scale, stay normal
-# float32s.
+# Bounds of a scale's exponent: the scale's inverse, and e4m3 numbers but 0 times the scale, stay
+# normal float32s.
 _EXPONENTS = (-100, 100)
 
 
@@ -56,7 +57,7 @@ def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
 
 
 def rounded_rows(x_RK: Float[Array, "*R K"]) -> Float[Array, "*R K"]:
-  """Rounds every row to fp8 and back to its type. A second rounding changes no finite row.
+  """Rounds every row to fp8 and back to its type. A second rounding changes no finite result.
 
   In float16 a magnitude of 63,488 or more becomes infinite: fp8 rounds it to 65,536, which float16
   cannot hold.
@@ -90,6 +91,7 @@ def _kept(quantised: tuple[Array, Array]) -> tuple[Array, Array]:
 def _scale(largest: Array) -> Array:
   """The scale of a block with the largest magnitude `largest`; 1 if that is 0, infinite or NaN.
 
+  It may be 1 below 6e-36, too, where division underflows: by any scale such elements become 0.
   In e4m3 an infinity becomes a NaN, and a NaN stays one, so that a NaN reaches the result.
   """
   part, exponent = jnp.frexp(largest / _LARGEST)

@@ -50,16 +50,16 @@ def grouped_matmul(
   Args:
     lhs_MK: rows, sorted by group: the first `group_sizes[0]` belong to group 0, and so on.
     rhs_GKN: one matrix for each group.
-    group_sizes_G: integers of any size, zero included; their sum is at most M.
+    group_sizes_G: integers from 0 on; their sum is at most M.
     bias_GN: added to the products of each group's rows, if given.
     preferred_element_type: type of the result; by default the common type of lhs and rhs.
       Products are accumulated in float32 whatever it is (float64 for float64 operands).
     precision: for float32 operands, as in `jax.lax.dot_general`; by default "highest", which does
       not round them. "default" lets the device use tf32. The reference ignores it.
-    backend: "mosaic_gpu", "xla", "reference", or "auto": the kernels on Hopper, for bfloat16 or
-      float16 and for K and N that are multiples of 64, and XLA otherwise.
-    num_sms: how many multiprocessors the kernels may use; by default all of them. Leave some to a
-      collective that runs at the same time.
+    backend: "mosaic_gpu", "xla", "reference", or "auto" (see `resolve_backend`): the kernels on
+      Hopper, for bfloat16 or float16 and for K and N that are multiples of 64, and XLA otherwise.
+    num_sms: how many multiprocessors the kernels may use (a pair of CTAs takes two); by default all
+      of them. Leave some to a collective that runs at the same time.
 
   Returns:
     out_MN. Rows past the sum of the group sizes are zero and receive a zero gradient; the matrix

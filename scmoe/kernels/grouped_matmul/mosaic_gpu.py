@@ -28,11 +28,11 @@ ROW_TILE: int | None = tiles.ROW_TILE  # all kernels take tiles of so many rows
 # Hidden sizes from which the rows are copied to their places before the product: the first product
 # ("up"), `down_backward_product`, and the gradients of the first layer's matrices ("weights_lhs",
 # whose left operand is x). A product that gathers its rows does so once for every column tile, with
-# copies that wgmma waits for, and with wide tiles, so that it gathers each row less often. A
-# product of rows in order takes the fastest tiles. The copy takes 0.7 to 0.8 ps for each element
-# that it writes if each row has four to eight places, and 1.0 ps with two places, since it then
-# reads more rows for the same number of elements written. Measured with layers of nine models on
-# H200s (experiments/LOG.md, 2026-11-26).
+# copies that wgmma waits for. Except `down_backward_product`, it takes wide tiles, to gather each
+# row less often. A product of rows in order takes the fastest tiles. The copy takes 0.7 to 0.8 ps
+# for each element that it writes if each row has four to eight places, and 1.0 ps with two places,
+# since it then reads more rows for the same number of elements written. Measured with layers of
+# nine models on H200s (experiments/LOG.md, 2026-11-26).
 GATHERED_BEFORE = {"up": 1408, "down_backward": 640, "weights_lhs": 1408}
 
 
@@ -203,7 +203,7 @@ def _product(x_XK, matrices, biases, layout, *, permutation=None, activation=Non
 
 
 def _fp8_product(x_XK, matrices, biases, layout, *, permutation=None, **options):
-  """`_product` with operands rounded to e4m3; XLA gathers rows and scales before the kernel."""
+  """`_product` with operands rounded to e4m3; XLA gathers by a permutation before the kernel."""
   rows, scale = fp8.quantised_rows(x_XK)
   if permutation is not None:
     rows, scale = (take_rows(x, permutation.token_R) for x in (rows, scale))
@@ -275,7 +275,7 @@ def backward(
     dpre, ddown_GFD, x_XD = jax.lax.optimization_barrier((dpre, ddown_GFD, x_XD))
   x, x_index_R = _rows(x_XD, permutation, layout, _gathers_inside("weights_lhs", hidden))
   dups = _up_gradients(x, dpre, layout, x_index_R, how)
-  (dx_RD,) = rows_product(  # one accumulator adds up the products of gate and up
+  (dx_RD,) = rows_product(  # one accumulator adds up the products of gate, if any, and up
     dpre,
     tuple((w,) for w in weights.up_weights),
     layout,

@@ -19,7 +19,7 @@ class FFNOptions(Options, path="model.ffn"):
   `fp8` and `impl` are for routed experts; the dense MLP and the shared expert ignore them.
 
   The configurations of the layers and of the kernels inherit these fields, and a model holds them
-  as its section `model.ffn`. So a new option of this kind is a field of this class alone.
+  as its section `model.ffn`. So a new option of this kind is declared in this class alone.
   """
 
   activation: str = option(

@@ -107,7 +107,8 @@ class Work:
     epilogue: (coordinates, accumulators, consumer, first row of the consumer) -> None.
     prologue: (coordinates, consumer, first row) -> None, before a consumer's first product of a
       tile; for what the epilogue will read.
-    ready: (stage, parity) -> None, waits for copies that the "full" barriers do not count.
+    ready: (stage, parity) -> None, waits for copies that the "full" barriers do not count; not
+      together with `scales`.
     scales: (coordinates, step, first row of the consumer) -> for each accumulator a number for each
       row. If given, each stage's products have accumulators of their own; they are multiplied by
       the scales and added up, and the epilogue is given these sums.
@@ -163,7 +164,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
     tiling: the launch's tile shape.
     work: what is done for each tile.
     full, empty: the ring's barriers, as `barriers` declares them.
-    num_sms: CTAs of the launch.
+    num_sms: as for `launch`.
   """
   cta = _Cta(tiling, work, full, empty, num_sms)
   pl.when(cta.warpgroup < CONSUMERS)(lambda: _Consumer(cta).run())

@@ -3,7 +3,8 @@
     M  rows      K  contracted width      N  output width      G  groups
     In the network: K  copies of a row      D  model width      F  expert width
 
-Every expert computes every row, so that the code can be read. Every backend is tested against it.
+Every expert computes every row, so that the code can be read. The kernels and XLA are tested
+against it.
 """
 
 from __future__ import annotations

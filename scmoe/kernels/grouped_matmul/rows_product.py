@@ -46,7 +46,8 @@ class Operands:
   Attributes:
     group_I: int32, group of each tile of the layout.
     num_tiles: int32 [1], tiles of the layout in use.
-    index_R: int32, row of lhs that each row of the tiles reads; None: the row of the same number.
+    index_R: int32, row of lhs that each row of the tiles reads, negative for zeros; None: the row
+      of the same number.
     lhs: operands [R, K], or with `index_R` one of any number of rows; the products of all of them
       are added up in the same results.
     rhs: for each lhs the matrices of all results, [G, K, N] or transposed.
@@ -122,7 +123,7 @@ def rows_product(
       Hopper's own sums of eight-bit products keep only some 14 bits (DeepSeek-V3, arXiv 2412.19437,
       section 3.3.2).
     out_dtype: type of the outputs.
-    num_sms: CTAs; None: one for each multiprocessor.
+    num_sms: CTAs, as for `pipeline.launch`; None: one for each multiprocessor.
 
   Returns:
     One [R, N] for each matrix in rhs[0], if `with_results`, then the activation, if given. Rows of
@@ -231,7 +232,7 @@ class _Shape:
     return self.tiling.pair == "rows" and self.divided == 2
 
   def check(self) -> None:
-    """Asserts that the tiling allows this product's gather, half tiles and scales."""
+    """Asserts that a gather, half tiles and scales, if any, fit the tiling and the operands."""
     gathers, tiling = self.gathers, self.tiling
     assert not (gathers and tiling.pair == "cols"), "a gathered operand cannot be shared"
     one_each = self.divided == 1 or (tiling.pingpong and not gathers)
@@ -296,7 +297,7 @@ class _Cta:
     )
 
   def locate(self, tile: Any) -> tuple[Any, ...]:
-    """Tile number -> row tile, column tile, group, and whether the pair shares rhs."""
+    """Number of a tile or pair -> its coordinates (see the class)."""
     shape, group_I = self.shape, self.gmem.group_I
     return locate_rows(tile, shape.tiling, group_I, self.row_tiles, shape.col_tiles, shape.divided)
 

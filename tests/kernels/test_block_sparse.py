@@ -7,6 +7,7 @@ import pytest
 
 from scmoe.kernels.block_sparse import (
   BlockSparse,
+  block_sparse_ffn,
   dds,
   dsd,
   from_dense,
@@ -16,6 +17,7 @@ from scmoe.kernels.block_sparse import (
   to_dense,
   topology_from_mask,
 )
+from scmoe.kernels.grouped_matmul import FFNConfig, FFNWeights, backend, sorted_layout
 from scmoe.kernels.grouped_matmul.layout import make_layout
 
 
@@ -131,3 +133,12 @@ def test_errors_name_both_sides():
     sdd(normal(0, 32, 12), normal(0, 12, 40), t)
   with pytest.raises(ValueError, match=r"F=20 must be a multiple of the block 8"):
     moe_topology(make_layout(jnp.asarray([8]), 8, 8), hidden=20)
+
+
+def test_the_automatic_backend_sees_the_results_width(monkeypatch):
+  """On Hopper, too, XLA computes an output of 72 columns, which the kernels do not take."""
+  monkeypatch.setattr(backend, "has_kernels", lambda device: True)
+  weights = FFNWeights(*(jnp.ones((2, 128, n), jnp.bfloat16) for n in (128, 72)))
+  layout = sorted_layout(jnp.asarray([3, 2]), 5)
+  y = block_sparse_ffn(jnp.ones((5, 128), jnp.bfloat16), weights, layout, FFNConfig("relu"))
+  np.testing.assert_array_equal(y, jnp.full((5, 72), 128 * 128))

@@ -40,7 +40,7 @@ def block_sparse_ffn(
   check_ffn(rows_MD, weights, layout, config.activation)
   weights = weights.cast(rows.dtype)
   groups, _, hidden = weights.up_GDF.shape
-  backend = resolve_backend(config.backend, rows.dtype, *weights.up_GDF.shape[1:])
+  backend = resolve_backend(config.backend, rows.dtype, *weights.widths)
   block = _block(hidden)
   if block != KERNEL_ROW_TILE:
     backend = "xla"

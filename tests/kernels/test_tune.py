@@ -85,6 +85,7 @@ def changed(**entry):
     (tuned.text({KEY: measured()}, "another"), "it is of 'another'"),
     (changed(tiling={"rows": 128}), "an entry lacks"),
     (changed(product=["up", 128]), "not enough values"),
+    (changed(product=["up", float("inf"), 256, True]), "infinity"),
     (changed(tiling=dataclasses.asdict(OTHER) | {"cols": "256"}), "is no tiling"),
     (changed(tiling=dataclasses.asdict(OTHER) | {"more": 1}), "is no tiling"),
     (" " * 2**20 + "{}", "is larger than 1,048,576 bytes"),

@@ -146,7 +146,7 @@ def parsed(content: str, device_kind: str) -> Table:
     raise ValueError(f"it is of {whole.get('device')!r}, not of {device_kind!r}")
   try:
     return dict(map(_entry, whole["tilings"]))
-  except (KeyError, TypeError) as error:
+  except (KeyError, TypeError, OverflowError) as error:
     raise ValueError(f"an entry lacks what it should have ({error})") from None
 
 

@@ -27,7 +27,7 @@ from scmoe.kernels.grouped_matmul.pipeline import Tiling
 Key = tuple[str, int, int, bool]
 _log = logging.getLogger(__name__)
 _FORMAT = 1
-_MOST = 2**20  # The most bytes that are read of a file.
+_MOST = 2**20  # The most bytes of a file; a larger one cannot be used.
 _RENAMED = {"stores": "store_buffers"}  # Fields' names in older files -> their names now.
 _FIELDS = {field.name: type(field.default) for field in dataclasses.fields(Tiling)}
 
@@ -98,6 +98,8 @@ def stored(device_kind: str) -> Table:
 
 def keep(device_kind: str, found: Table) -> Path:
   """Adds measurements to the file, lets this process use the file's table; returns the file's path.
+
+  A file that cannot be used is replaced.
 
   Raises:
     StorageError: the file's path is relative, or the file cannot be written and keeps its old

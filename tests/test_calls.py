@@ -120,6 +120,7 @@ def transported(**given):
      "offload=ring,none: prefill and decode need the experts in the same memory"),
     (lambda: scmoe.Offload(decode=Migration()), "offload=none,early: prefill and decode need the"),
     (lambda: scmoe.Offload(cache_size=-1), "cache_size=-1 must be at least 0"),
+    (lambda: scmoe.Offload(cache_size=2), "cache_size=2 has no effect with offload=none: all exp"),
     (lambda: scmoe.Offload.named("blocking", "blocking", policy="lfru"), "'lfru' is unknown"),
     (lambda: Migration("blocing"), "offload='blocing' is unknown; did you mean 'blocking'?"),
     (lambda: scmoe.Server(None), "model=None is of type NoneType, not GPT"),

@@ -43,7 +43,7 @@ class Offload:
 
   Raises:
     ConfigError: an argument is of another type, one phase alone is None, or `cache_size` is
-      negative.
+      negative, or above 0 although both phases are None.
   """
 
   prefill: Migration | None = None
@@ -62,6 +62,11 @@ class Offload:
       raise ConfigError(
         f"offload={','.join(ways)}: prefill and decode need the experts in the same memory; use "
         "none for both, or for neither"
+      )
+    if self.cache_size and self.decode is None:
+      raise ConfigError(
+        f"cache_size={self.cache_size} has no effect with offload=none: all experts are on the "
+        "device; use 0, or a Migration for prefill and for decode"
       )
 
   @property

@@ -70,14 +70,14 @@ class OffloadRequest:
         none and `expert_cache` is larger than 0, or neither is and `cache_policy` is unknown.
     """
     prefill, _, decode = (part.strip() for part in self.offload.partition(","))
-    options = {"policy": self.cache_policy, "sections": self.ring_sections}
-    found = Offload.named(prefill, decode or prefill, max(self.expert_cache, 0), **options)
-    if found.prefill is None and found.cache_size:
+    decode = decode or prefill
+    if prefill == decode == "none" and self.expert_cache > 0:
       raise ConfigError(
         f"expert_cache={self.expert_cache} has no effect with offload={self.offload!r}: all "
         "experts are on the device; leave expert_cache out, or use another offload"
       )
-    return found
+    options = {"policy": self.cache_policy, "sections": self.ring_sections}
+    return Offload.named(prefill, decode, max(self.expert_cache, 0), **options)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ def evaluate_images(
 ) -> dict[str, Any] | None:
   """Evaluates a classifier on unaugmented validation images, without gate noise.
 
-  Experts have their capacity of training, so choices may be dropped.
+  As in training, choices may be dropped.
 
   Args:
     model: the classifier.
@@ -51,7 +51,8 @@ def evaluate_images(
     Means are over all images at once, not over batches. None if it was stopped.
 
   Raises:
-    DataError: there are no validation images, or `max_batches` is 0.
+    DataError: there are no validation images, or `max_batches` is below 1.
+    ConfigError: the images have another shape than those of the model.
   """
   sharding = batch_sharding(mesh)
   graph, params = nnx.split(model)

@@ -3,8 +3,8 @@
 Prompts are padded on the right, and prefill writes keys and values of the padding into the cache
 too. No token of the text attends to them: a new token first overwrites those at its own position.
 Example: after a prompt of 5 tokens, padded to 16, the positions 5 to 15 hold padding. The first new
-token overwrites position 5 and attends to positions 0 to 5. Experts have room for every token, so
-no expert drops a row's token because of the other rows of the batch.
+token overwrites position 5 and attends to no position after it. Experts have room for every token,
+so no expert drops a row's token because of the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def stream(
   Args:
     model: a trained model.
     prompts: the token ids of each prompt, at least one id.
-    sampling: how tokens are drawn. The drawn tokens do not depend on `chunk`.
+    sampling: how tokens are drawn. The noise of the draws does not depend on `chunk`.
     max_new_tokens: number of tokens to add to a prompt that draws no end token.
     chunk: number of tokens that the device adds to each row before the host reads them; clipped to
       [1, max(1, `max_new_tokens` - 1)].
@@ -119,15 +119,15 @@ def stream(
       every `offload`; see `Static`.
 
   Yields:
-    A list of the next tokens for each prompt: fewer than the others' if the prompt draws its end
-    token, and empty once it has ended.
+    A list of the next tokens for each prompt: only those before an end token if the prompt draws
+    one, and empty once it has ended.
 
   Raises:
-    ConfigError: when the first tokens are asked for: an argument is of another type, `prompts` is
-      not a list or tuple of lists, tuples or 1-D NumPy arrays of integers, there is no prompt or an
-      empty one, an id is outside the vocabulary, `max_new_tokens` is below 1, prompt and new tokens
-      are longer than the model's context, or `offload` does not fit the memory that the experts are
-      in.
+    ConfigError: when the first tokens are asked for: `model`, `sampling`, `offload`, `mesh`,
+      `eos_id` or a number is of another type, `prompts` is not a list or tuple of lists, tuples or
+      1-D NumPy arrays of integers, there is no prompt or an empty one, an id is outside the
+      vocabulary, `max_new_tokens` is below 1, prompt and new tokens are longer than the model's
+      context, or `offload` does not fit the memory that the experts are in.
   """
   check_type("model", model, GPT)
   check_type("sampling", sampling, Sampling)
@@ -197,10 +197,10 @@ class Static:
     sampling: how tokens are drawn.
     offload: how experts reach the devices.
     deterministic: whether greedy tokens on a GPU are the same in every process and for every
-      `offload`. By default XLA times several kernels for each product and takes the fastest, so
-      processes may take different ones. XLA may also split a product of few rows along its
-      contracted dimension, and the kernel that reads the parts adds them in an order of its own.
-      With this option decoding takes longer (experiments/LOG.md, 2026-11-26).
+      `offload` of the same matrices. By default XLA times several kernels for a product and takes
+      the fastest, so processes may take different ones. XLA may also split a product of few rows
+      along its contracted dimension, and the kernel that reads the parts adds them in an order of
+      its own. With this option decoding takes longer (experiments/LOG.md, 2026-11-26).
   """
 
   graph: nnx.GraphDef
@@ -218,12 +218,13 @@ class Static:
 # `SEQUENCE_AXES`, whose devices divide the tokens of a row in training.
 _ROWS = P(TOKEN_AXES)
 _COMPILED: dict[str, Any] = {
-  # Without excess precision every operation rounds its result to the result's type. With it XLA
-  # keeps float32 within a fusion, so the tokens of a bfloat16 model depend on what XLA fuses. That
-  # changes with the batch's size, and with the memory that the experts are in.
+  # Without excess precision every operation rounds its result to the result's type. With it XLA may
+  # keep float32 within a fusion, so the tokens of a bfloat16 model could depend on what XLA fuses.
+  # That can change with the batch's size, and with the memory that the experts are in.
   "xla_allow_excess_precision": False,
-  # XLA may have eight asynchronous copies in flight, so it copies all matrices of a layer's experts
-  # at once. With its default limit of two, XLA waits for the first copy before it starts the third.
+  # XLA may have eight asynchronous copies in flight, enough for all matrices of a layer's
+  # feed-forward experts, each of which is one copy. With its default limit of two, XLA waits for
+  # the first copy before it starts the third.
   "xla_gpu_experimental_parallel_async_compute_limit": 8,
   # Decoding a token takes hundreds of small kernels in one CUDA graph. In serial order each kernel
   # or copy would wait for the one before it; in this mode it waits only for its operands.
@@ -294,7 +295,7 @@ def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
   The plan is None if no leaf needs cutting. The first is a list with a bool for each leaf. The
   program returns an `Apart` for each leaf that is cut. The last is the definition of a tree with
   these `Apart`s as leaves. The plan is cached, because merging modules takes milliseconds, and the
-  first token of each generation would wait for it.
+  first token of each generation could wait for it.
   """
   params = tree.unflatten([jax.ShapeDtypeStruct(*kind) for kind in kinds])
   pairs = jax.eval_shape(lambda own: nnx.merge(static.graph, own).pairs(), params)
@@ -310,12 +311,12 @@ def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
 
 # With this option a CUDA graph runs its kernels one after the other. The graph then needs no
 # branches, and saves about 10 us of waiting before each branch. But no kernel runs beside another,
-# so the option is only for a single row and models that have nothing to overlap (`one_by_one`).
+# so the option is only for a single row and models that have little to overlap (`one_by_one`).
 _ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
 def one_by_one(model: GPT, offload: Offload, rows: int) -> bool:
-  """Whether decoding has no steps that could run side by side.
+  """Whether decoding should run its kernels one after the other, as it has little to overlap.
 
   This is so for a single row, if all experts are on the device and the model has neither a shortcut
   nor a shared expert.
@@ -427,7 +428,7 @@ def decode_step(
   """Runs a model over one token of each row: the next token's logits, float32 [B, V], and caches.
 
   If a device has a single row, the classes of `scmoe.inference.token` run it: with their kernels
-  where these support the model's shapes, types and options, else as the plain model.
+  where these run and support the model's shapes, types and options, else as the plain model.
 
   Args:
     model: see `prefill`.

@@ -37,9 +37,8 @@ def evaluate(
 ) -> dict[str, Any] | None:
   """Evaluates a language model on validation text, without gate noise.
 
-  Experts have their capacity of training, so choices may be dropped. Bits per byte is the total
-  cost of all counted tokens, in bits, over the bytes of text that they stand for. It is comparable
-  between tokenizers.
+  As in training, choices may be dropped. Bits per byte is the total cost of all counted tokens, in
+  bits, over the bytes of text that they stand for. It is comparable between tokenizers.
 
   Args:
     model: the model to evaluate.
@@ -58,10 +57,11 @@ def evaluate(
     without `drop` and `batches`. None if it was stopped.
 
   Raises:
-    DataError: there is no validation text, `max_batches` is 0, or no token that was read has a
-      weight.
-    ConfigError: rows are longer than the model's context, devices cannot divide them evenly
-      (`mesh.sequence`), or the model has tasks and the batches do not name them.
+    DataError: there is no validation text, `max_batches` is below 1, or no token that was read has
+      a weight.
+    ConfigError: a device's part of each row is longer than the model's context, devices cannot
+      divide the rows evenly (`mesh.sequence`), or the model has tasks and the batches do not name
+      them.
   """
   sizes_V = np.asarray(data.tokenizer.token_bytes(), np.int32)
   sharding = batch_sharding(mesh)

@@ -124,10 +124,10 @@ class Heard:
 
 
 def walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: Heard) -> Array:
-  """Runs a trunk pair by pair, and appends to all lists of `found`; see `Heard`.
+  """Runs a trunk pair by pair, and appends what it records to the lists of `found`; see `Heard`.
 
-  Listeners on the MoE and on the norms record routings and values. Returns the residual stream
-  after the last pair, which is also the last of the trunk's values.
+  Listeners on the MoE and on the norms record routings and values. Returns the residual stream at
+  the end of the trunk, which is also the last of the trunk's values.
   """
   config, rule = trunk.config, trunk.config.wiring_rule
   stacks = {False: nnx.split(trunk.stages), True: trunk.dense and nnx.split(trunk.dense)}
@@ -138,8 +138,8 @@ def walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: Heard) ->
     pair: BlockPair = nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], params))
     pair = pair.as_first() if config.opens_apart and i == 0 else pair
     moe, seen = pair.moe, {}
-    # A `Listener` is no nnx module, so nnx would refuse it as an attribute of the pair.
-    # `object.__setattr__` sets it without nnx. That is safe, because this pair is not split again.
+    # A `Listener` is no nnx module. `object.__setattr__` puts it in a module's place without nnx,
+    # which keeps account of a module's attributes. That is safe: this pair is not split again.
     note = lambda flight, *_: found.routings.append(flight.routing)
     if moe is not None:
       object.__setattr__(pair, "moe", Listener(moe, note, "route"))
@@ -147,7 +147,8 @@ def walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: Heard) ->
       for block in unit.blocks:
         for name in ("norm_attention", "norm_mlp"):
           norm, key = getattr(block, name), (id(block), name)
-          # `setdefault` keeps the first call: a shortcut applies the norm again to the same value.
+          # `setdefault` keeps the first call: experts or a mix may have the norm applied again, to
+          # the same value.
           hear = lambda out, x, key=key, seen=seen: seen.setdefault(key, (x, out))
           object.__setattr__(block, name, Listener(norm, hear))
     bias = router.get("bias")

@@ -7,7 +7,7 @@ they can bring it to what the same experts read in the source, in the mean of th
 tokens.
 
 Both models run pair by pair, on one device, and the new model's pairs read the source's residual
-stream. So the values that are compared differ only by where the experts read.
+stream. So nothing that the new model's experts add changes the values that are compared.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def fit_norms(source: GPT, model: GPT, batches: Iterable[Batch], router: Any = N
 
   Args:
     source: the model whose experts `model` has, in the same layers, without dense layers.
-    model: the new model, whose units have an `own_norm`.
+    model: the new model, whose pairs have one unit with an `own_norm`.
     batches: rows of text; padding does not count.
     router: router state of the source; None if it has none.
 

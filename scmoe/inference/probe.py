@@ -2,9 +2,9 @@
 
 A gating is one use of a gate; some wirings gate twice in a layer. The probe runs the model's own
 modules on one device, pair by pair instead of by a scan, and records what each router chooses and
-what each norm on the main path reads and returns (`Listener`). It also compares neighbouring
-values on the main path. A `Reading` says how a kind of model embeds a batch, and which domain and
-class each token of the batch has.
+what the norms before attention and feed-forward sublayers read and return (`Listener`). It also
+compares neighbouring values on the main path. A `Reading` says how a kind of model embeds a batch,
+and which domain and class each token of the batch has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scmoe.inference.reading import Begun, Reading
 from scmoe.inference.similarity import cosine, counted, gram, hsic
 from scmoe.moe.losses import statistics
 
-PARTS = 8  # equal parts of a row; the probe gives entropy and confidence of each part as well
+PARTS = 8  # of a row, as equal as its length allows: entropy and confidence are also given by part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +60,16 @@ class Probe:
       even those that do not count: the mean of the batches' ratios.
     points: name of each value on the main path, in order. The values are the residual stream before
       each sublayer, "3 in" before layer 3's attention and "3 attention" before its feed-forward
-      sublayer; at the end of a Swin's stage, "4 merged"; and at the end, "out". In `farskip` they
-      are the values that these two sublayers read. If the number of recorded values differs from
-      that of these names, the names are numbers.
+      sublayer; at the end of a Swin's stage, "4 merged"; and at the end, "out". In `farskip` those
+      before sublayers are the values that the sublayers read. If the number of recorded values
+      differs from that of these names, the names are numbers.
     similarity_V: mean cosine between each value on the main path and the next, [points - 1]; NaN
       where a Swin merges four tokens into one between them.
     alignment_V: linear CKA of the same values, estimated from at most 1,024 tokens of each batch
-      (`scmoe.inference.similarity`); NaN there too.
-    entropy_GQ: `entropy_G` of the tokens in each of `PARTS` equal parts of a row, the first tokens
-      in part 0; NaN for a part without tokens.
+      (`scmoe.inference.similarity`); NaN there too, and NaN or infinite where the estimate for a
+      value with itself is not above 0, as from batches of fewer than 4 tokens.
+    entropy_GQ: `entropy_G` of the tokens in each of the `PARTS` parts of a row, the first tokens in
+      part 0; NaN for a part without tokens.
     confidence_GQ: `confidence_G` in the same parts.
     tokens: number of tokens that were read and count; in a Swin those of the first stage.
   """
@@ -156,7 +157,8 @@ def probe(
     reading: how this kind of model reads, with the run's router state.
 
   Raises:
-    ConfigError: the wiring has no routed experts, or the batches have no token that counts.
+    ConfigError: the wiring has no routed experts, or the batches have no token that counts; or see
+      `reading.begin`.
   """
   listened = Layout(reading.trunks(model))
   if not listened.gatings:
@@ -256,8 +258,8 @@ def _of_routings(
 
   Returns:
     Arrays [G, ...] by name, with `gating_tokens` the number of tokens that count in each gating.
-    `neighbours`, of each gating and the next, is [G - 1, E, E]; those named `in_parts` are
-    [G, PARTS], with `tokens_in_parts` the number of tokens.
+    `neighbours`, of each gating and the next, is [G - 1, E, E]; those with `in_parts` in their
+    names are [G, PARTS], with `tokens_in_parts` the number of tokens.
   """
   routings, current = heard.routings, heard.current
   num_experts = routings[0].probs_TE.shape[1]  # number of experts, zero experts included

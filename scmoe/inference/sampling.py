@@ -19,6 +19,8 @@ from scmoe.parallel.mesh import TOKEN_AXES, axis_size, own_share
 class Sampling(Options):
   """How the next token is drawn.
 
+  Tokens that tie with the least probable one that `top_k` or `top_p` keeps are kept too.
+
   Attributes:
     temperature: divides the logits; 0 takes the most probable token.
     top_k: draws among the k most probable tokens; 0: among all.
@@ -42,7 +44,7 @@ def end_tokens(eos_id: Any) -> frozenset[int]:
   """
   if eos_id is None:
     return frozenset()
-  # numpy.asarray(2) is a collection by its class, and has no elements.
+  # numpy.asarray(2) is a collection by its class, but cannot be iterated.
   several = isinstance(eos_id, Collection) and not isinstance(eos_id, (str, bytes))
   several = several and getattr(eos_id, "ndim", 1) > 0
   ends: list[Any] = list(eos_id) if several else [eos_id]
@@ -74,7 +76,7 @@ def keep_top_p(logits_BV: Array, p: float) -> Array:
 def sample(logits_BV: Float[Array, "B V"], sampling: Sampling, key: Array) -> Int[Array, " B"]:
   """Draws one token for each row, or takes the most probable one at temperature 0: int32 [B].
 
-  Temperature, top_k and top_p change the logits in this order before the draw. The draws are the
+  Temperature, top_k and top_p change the logits in this order before the draw. A row's noise is the
   same on every mesh: each device computes the noise of the global batch and takes that of its own
   rows.
   """

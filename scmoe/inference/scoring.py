@@ -63,9 +63,9 @@ def score(
 ) -> list[Score]:
   """Scores every continuation; the results are in the order of `continuations`.
 
-  The model reads context and continuation without the last token. If these are more than `length`
-  tokens, it does not read the beginning of the context. It reads a continuation of more than
-  `length` tokens in several windows (`windows`).
+  The model reads context and continuation without the last token, at most `length` tokens in a row.
+  If they are more, the tokens scored in a row follow as much of what is before them as fits; a
+  continuation of more than `length` tokens is scored in several rows (`windows`).
 
   Args:
     model: a trained model.

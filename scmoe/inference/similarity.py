@@ -32,7 +32,7 @@ def cosine(a: Float[Array, "... D"], b: Float[Array, "... D"]) -> Float[Array, .
 def gram(x_TD: Float[Array, "T D"], mask_T: Float[Array, " T"]) -> Float[Array, "N N"]:
   """The scalar products of every two tokens' vectors, after their mean is subtracted; for `hsic`.
 
-  Of more than `SAMPLE` tokens it takes `SAMPLE` at even distances in the batch. Subtracting the
+  Of more than `SAMPLE` tokens it takes `SAMPLE` spread evenly over the batch. Subtracting the
   mean changes no HSIC, and keeps float32 exact enough: the mean of a residual stream is often many
   times as large as the differences between tokens.
 

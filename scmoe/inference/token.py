@@ -60,7 +60,7 @@ def for_one_token(model: GPT) -> GPT:
   """
   copy = nnx.merge(*nnx.split(model))
   for _, module in nnx.iter_modules(copy):
-    # A Token class only overrides methods, so changing the class of an object is safe.
+    # A Token class adds and overrides only methods, so changing the class of an object is safe.
     if (own := _CLASSES.get(type(module))) is not None:
       object.__setattr__(module, "__class__", own)
   return copy
@@ -135,9 +135,10 @@ class TokenAttention(Attention):
     """`Attention.mix`, which can also begin from partial sums of queries, keys and values.
 
     Arguments and results are those of `Attention.mix`, but `projected` may be a
-    `PartialProjections`. XLA adds the partial sums up, and `Attention.mix` computes the rest, if
-    the attention's kernel does not support these partial sums or the cache, if the attention has
-    sinks or chunks (`AttentionConfig.is_masked`), or if the layer has a `kind`.
+    `PartialProjections`, beside a cache without pages. XLA adds the partial sums up, and
+    `Attention.mix` computes the rest, if the attention's kernel does not support these partial sums
+    or the cache, if the attention has sinks or chunks (`AttentionConfig.is_masked`), or if the
+    layer has a `kind`.
     """
     if not isinstance(projected, PartialProjections):
       return super().mix(projected, *args, **options)
@@ -214,8 +215,9 @@ class TokenBlock(Block):
 class TokenUnit(Unit):
   """A `Unit` of one token; it leaves the norm before the experts to the gate's kernel if it can.
 
-  It can if only the MoE reads this norm and the norm's kernel takes the token; see `tapped`. XLA
-  writes the residual stream after a unit with experts to memory once.
+  It can if the experts read the current representation, no shared expert does, and the norm's
+  kernel takes the token; see `tapped`. XLA writes the residual stream after a unit with experts to
+  memory once.
   """
 
   def tapped(self, tap: Tap, h_BSD: Array, handed_BSD: Array | None) -> Any:

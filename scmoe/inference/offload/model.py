@@ -205,7 +205,7 @@ class Usage:
       policy: see `scmoe.inference.offload.trace.hits`.
 
     Raises:
-      ValueError: the policy is unknown.
+      ValueError: the policy is unknown, and a run of the decode program was recorded.
     """
     found = 0
     for held_LC, worth_LE, programs in zip(self.held, self.worth, self.traces):
@@ -224,7 +224,7 @@ def _counted(caches: Sequence[ExpertCache]) -> np.ndarray:
 
 
 def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None = None) -> GPT:
-  """A copy of a model with its routed experts in the host's memory, or some of them in their files.
+  """A copy of a model with its routed experts in the host's memory, in their files, or in both.
 
   The experts' biases stay on the device. In `stages` the copy has arrays for each pair instead of
   stacks, and programs that run it unroll the loop over pairs. The caller can delete `model`
@@ -328,7 +328,7 @@ def check(model: GPT, mesh: Mesh) -> None:
   """Checks that a model's experts can be in the host's memory.
 
   Raises:
-    ConfigError: the model has no experts, several devices share one expert, or
+    ConfigError: the model has no experts, several devices of the expert axis share one expert, or
       `dispatch.adaptive_r` is not 1.
   """
   if not model.config.wiring_rule.taps:

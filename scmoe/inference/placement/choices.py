@@ -19,8 +19,9 @@ class Choices(NamedTuple):
   """The experts that tokens have chosen, in N batches of T tokens and G gatings.
 
   Attributes:
-    expert_NGTK: int32, the experts of each token, best first; -1 for a choice of a token that is
-      padding, and for a choice of a zero expert. Neither sends a row to an expert.
+    expert_NGTK: int32, the experts of each token, in the order of `Routing.expert_TK`; -1 for a
+      choice of a token that is padding, and for a choice of a zero expert. Neither sends a row to
+      an expert.
     layer_G: index of the MoE layer of each gating, counted among MoE layers from 0, ascending. Two
       gatings share a layer with the wirings `dgmoe` and `dgmoe_repeat`, and four with
       `dgmoe_share`, whose two units have one MoE.

@@ -2,8 +2,8 @@
 
 Every device of the expert axis holds E / W experts of each layer. Three objectives:
 
-  balance    The rows of the devices are as equal as they can be, in every batch and from every
-             source device. The longest queue of rows from one device to another decides how many
+  balance    The rows of the devices are to be equal, in every batch and from every source
+             device. The longest queue of rows from one device to another decides how many
              overflow rounds the dropless transport runs, and the busiest device decides how long
              the experts compute.
   together   Experts that one token chooses in the same gating lie on one device, so that fewer
@@ -47,8 +47,8 @@ def place(
 
   Raises:
     ConfigError: the objective is unknown, W is below 2 or does not divide E, neither of W and
-      `groups` divides the other, or the choices have one expert per token (`together`) or one layer
-      (`affinity`).
+      `groups` divides the other, or the choices have one expert per token and gating (`together`)
+      or one layer (`affinity`).
   """
   num_experts, layers = choices.num_experts, choices.layers
   if objective not in OBJECTIVES:

@@ -10,6 +10,8 @@ pool; the numbers in a page table count the pages of the row's own part.
 
     B  slots of a part      R  rows of a part for pieces of prompts      C  tokens of such a row
     P  pages of a row's table
+
+Outside the manual region the arrays of all parts lie one after the other.
 """
 
 from __future__ import annotations
@@ -240,7 +242,7 @@ class _Rows:
 
   @property
   def table(self) -> PageTable:
-    """The rows' pages, and the position of each row's last token."""
+    """The rows' pages, and the position of each row's last token; -1 for a row without one."""
     last_B = self.positions_BS[:, 0] + self.mask_BS.sum(1, dtype=jnp.int32) - 1
     return PageTable(self.page_BP, last_B)
 

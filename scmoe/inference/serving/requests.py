@@ -21,7 +21,7 @@ MOST_STOP = 1024
 class Request:
   """A prompt and how to continue it.
 
-  The answer depends on other requests only as far as `Server` says of rounding.
+  The new tokens depend on other requests only as far as `Server` says of rounding.
 
   Attributes:
     prompt: token ids, at least one.
@@ -30,8 +30,9 @@ class Request:
     seed: seed of the draws.
     stop: texts and lists of token ids, or one text; the answer ends where one of them is complete.
     logprobs: number of most probable tokens whose log-probabilities the answer has beside each new
-      token's own, from 0 to `MOST_LOGPROBS`; None: the answer has no log-probabilities.
-    prompt_logprobs: whether to compute the log-probability of each of the prompt's tokens.
+      token's own, from 0 to `MOST_LOGPROBS`; None: the answer has none of new tokens.
+    prompt_logprobs: whether to compute the log-probability of each of the prompt's tokens but the
+      first.
   """
 
   prompt: Sequence[int]
@@ -47,8 +48,8 @@ class Request:
   def checked(self, vocabulary: int, context: int) -> Request:
     """Checks every field; returns the request with some fields in other types.
 
-    Prompt and stops become tuples, `temperature` and `top_p` floats, NumPy's integers Python's;
-    `top_k` becomes at most V.
+    The prompt, `stop` and the lists in it become tuples, `temperature` and `top_p` floats, NumPy's
+    integers Python's; `top_k` becomes at most V.
 
     Args:
       vocabulary: V, the number of token ids; they are from 0 to V - 1.

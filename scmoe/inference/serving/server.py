@@ -1,11 +1,12 @@
 """Continuous batching: requests join and leave a running batch, over a pool of pages.
 
-Each turn of `Server.step` runs one program. It adds a token to all requests whose prompt has been
-read and that need more tokens, and reads pieces of some other requests' prompts in the same pass.
-The turn that reads the last piece of a prompt also draws the token that follows it. A request that
-ends frees its slot and its pages for other requests. While the device computes a turn, the host
-reads the tokens of the turn before. So the host learns one turn late that a request has drawn an
-end token or completed a stop; the token that the device has drawn for it meanwhile is thrown away.
+A turn, which is a call of `Server.step`, runs one program unless it has none to run. The program
+adds a token to all requests whose prompt has been read and that need more tokens, and reads pieces
+of some other requests' prompts in the same pass. The turn that reads the last piece of a prompt
+also draws the token that follows it. A request that ends frees its slot and its pages for other
+requests. While the device computes a turn, the host reads the tokens of the turn before. So the
+host may learn one turn late that a request has drawn an end token or completed a stop; a token that
+the device has drawn for it meanwhile is thrown away.
 """
 
 from __future__ import annotations
@@ -87,10 +88,11 @@ class Server:
     for answer in server:
       print(answer.text)
 
-  Each answer is that of `scmoe.inference.decode.generate` for the request alone: in float32 token
-  for token. In 16 bits the rounding of a sum depends on the order in which a kernel adds it up, and
-  this order may change with the number of rows and pages of a program. Where two tokens are equally
-  probable up to this rounding, the answer may be another one.
+  But for rounding, an answer to a request without `stop` has the tokens of
+  `scmoe.inference.decode.generate` for its prompt alone. The rounding of a sum depends on the order
+  in which a kernel adds it up, and this order may change with the number of rows and pages of a
+  program. Where two tokens are equally probable up to this rounding, which 16 bits make far more
+  frequent than float32, the answer may be another one.
 
   Args:
     model: a trained model.
@@ -236,7 +238,7 @@ class Server:
 
     Raises:
       ConfigError: an option has a value that no request may have.
-      TypeError: an option is no field of `Request`.
+      TypeError: an option is no field of `Request`, or is `prompt`.
     """
     asked = Request([0], **{"max_new_tokens": 1, **options})
     asked = asked.checked(self.config.vocab_size, self.config.context)
@@ -405,7 +407,7 @@ class Server:
   def _next_pieces(self) -> tuple[int, _Pieces]:
     """The number of rows for pieces of prompts on each part, and the pieces that this turn reads.
 
-    The pieces of a turn have one width, the room that each has for tokens, and a prompt can have
+    The pieces of a turn have one width, the most tokens that each has, and a prompt can have
     several pieces. The turn takes the width at which it reads the most tokens, or the largest of
     several such widths, since each piece reads all keys before it. With 256 `prefill_tokens` the
     widths are 64 and 256, so that a part reads 256 / 64 = 4 pieces or one. If 40 tokens of the

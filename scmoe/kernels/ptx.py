@@ -5,7 +5,7 @@ string, and so is an operand of the inline code, `$0`. A *predicate* is a regist
 `only_if="yes"` makes a step depend on the predicate `yes`, and `only_if="!yes"` on its opposite.
 Numbers have 32 bits and a sign, except where a function says otherwise. Addresses in global memory
 have 64 bits, and addresses in shared memory 32. A *word* has 32 bits, and an `offset` counts bytes.
-(PTX ISA 8.x, NVIDIA; the section titles here name the instructions.)
+(PTX ISA 8.x, NVIDIA; the section titles here name most of the instructions.)
 
 Worked example: thread i of a block adds 1 to the i-th word of the array at address `$0`.
 

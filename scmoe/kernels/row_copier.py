@@ -5,9 +5,9 @@
 
     M  rows at hand      K  copies of each      D  width      R  rows of the result      G  groups
 
-A warp brings a row to shared memory. For each of the row's places, at most K, another lane of the
-warp sends the row there by a bulk copy (`cp.async.bulk`, PTX ISA 8.x). The warp's next rows are on
-their way meanwhile.
+A warp brings a row to shared memory. For each of the row's places, at most K, a different lane of
+the warp sends the row there by a bulk copy (`cp.async.bulk`, PTX ISA 8.x). The warp's next rows are
+on their way meanwhile.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def stages_of(row_bytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RowCopier(abc.ABC):
-  """Sizes of a kernel that copies rows, and the steps that all such kernels take.
+  """Sizes of a kernel that copies rows, and steps that such kernels have in common.
 
   A stage is room for one row in shared memory. The register `row` holds the row that the warp sends
   next, and `ahead` the row that it fetches next; `mine`, `barriers` and `zeros` hold addresses in

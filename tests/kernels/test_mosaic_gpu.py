@@ -567,7 +567,7 @@ def test_experts_gate_and_their_gradients_lower_for_cuda():
   ],
 )
 def test_chosen_experts_fit_into_shared_memory(tokens, num_experts, fp32):
-  """The kernel takes up to 32 of them; XLA chooses more. Fewest tokens make tiles of 64 rows."""
+  """The kernel takes up to 32 of them; XLA chooses more. 256 tokens make tiles of 64 rows."""
   x = jax.ShapeDtypeStruct((tokens, 64), jnp.bfloat16)
   gate = jax.ShapeDtypeStruct((64, num_experts), jnp.float32)
   for k, kernels in ((32, 1), (33, 0)):

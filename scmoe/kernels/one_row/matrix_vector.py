@@ -103,9 +103,9 @@ def kernel(
 ):
   """Builds a kernel with a CTA for each choice, piece of columns and part of the rows.
 
-  Its result is float32 [C, P, I, N], for C `choices` and I `matrices` that share the row; N is
-  `out_width`. The body gets references to the inputs, the result, shared memory for `store_sums`, a
-  barrier of all warpgroups, and the `scratch`.
+  Its result is float32 [C, P, I, N], for C `choices` and the I `matrices` of which each CTA takes a
+  piece; N is `out_width`. The body gets references to the inputs, the result, shared memory for
+  `store_sums`, a barrier of all warpgroups, and the `scratch`.
   """
   return compiled(
     body,
@@ -138,7 +138,7 @@ def one_of(expert, matrices):
 
 
 def begin_sums(matrices, group, own: Split, rows: int, row, column):
-  """Begins Σ_k row(k) · matrix[group, k] over this warpgroup's rows k, for each matrix.
+  """Begins Σ_k row(k) · matrix[group, k, piece] over this warpgroup's rows k, for each matrix.
 
   Args:
     matrices: each [groups, K, N].
@@ -150,8 +150,8 @@ def begin_sums(matrices, group, own: Split, rows: int, row, column):
 
   Returns:
     A function without arguments that returns the sums. The first loads have begun by now, so the
-    kernel can compute the row before it calls the function. The function begins the next loads
-    before it uses those that have arrived.
+    kernel can compute the row before it calls the function. Before the function uses the weights
+    of one load, it begins the next load, if there is one.
   """
   share = rows // WARPGROUPS
   first = lax.axis_index("part") * rows + lax.axis_index("wg") * share
@@ -187,9 +187,9 @@ def begin_sums(matrices, group, own: Split, rows: int, row, column):
 def store_sums(sums, out, shared, barrier, own: Split, column):
   """Adds up the sums of the CTA's warpgroups, and writes the totals to `out`.
 
-  `out` is [I, N]; this piece's columns of it are written. Each warpgroup adds up a quarter of the
-  piece's columns, but at least 128: in a piece of 256 columns the first two warpgroups add up 128
-  each, and the others none.
+  `out` is [I, N]; this piece's columns of it are written. A warpgroup adds up a quarter of the
+  piece's columns, or 128 if that is more: in a piece of 256 columns the first two warpgroups add up
+  128 each, and the others none.
   """
   wg, piece = lax.axis_index("wg"), max(own.columns // WARPGROUPS, WARPGROUP)
   for i, s in enumerate(sums):
@@ -213,7 +213,7 @@ _CHAIN = 64  # most terms of a chain of additions
 def added_up(sums_PN: jax.Array) -> jax.Array:
   """Σ_p sums[p]: a chain of additions if P is at most 64, else `jnp.sum`.
 
-  XLA fuses the chain into the kernel that reads the result. `jnp.sum` is a kernel of its own.
+  XLA can fuse the chain into a kernel of XLA that reads the result. `jnp.sum` is one kernel more.
   """
   if sums_PN.shape[0] > _CHAIN:
     return jnp.sum(sums_PN, axis=0)

@@ -3,7 +3,7 @@
 The online form of Milakov and Gimelshein (arXiv 1805.02867): a worker adds one block of the cache
 after the other, and two workers' results can be merged.
 
-    M  rows of a matrix instruction (64), of which some hold queries      N  width of a head
+    M  rows of a matrix instruction (64), of which G hold queries      N  width of a head
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Softmax(NamedTuple):
   """A running softmax for each row of a tile, of which rows 0 to G - 1 hold queries.
 
   Attributes:
-    most_M: each row's largest score so far.
+    most_M: each row's largest score so far; `UNSEEN` without a position.
     weight_M: each row's sum of the weights e^(score - most) so far.
     y_MN: each row's sum of values times these weights.
   """

@@ -14,7 +14,8 @@ def without_gradient(fast: Callable[..., Any], plain: Callable[..., Any], *opera
   """fast(*operands); where a gradient is asked for, plain(*operands) instead, and its gradient.
 
   Args:
-    fast, plain: the same function computed in two ways; neither closes over traced values.
+    fast, plain: two ways to compute the same result, or partial sums with the same total; neither
+      closes over traced values.
     *operands: pytrees of arrays.
   """
   return fast(*operands)

@@ -57,7 +57,7 @@ def make_permutation(row_TK: Array, num_rows: int) -> Permutation:
     num_rows: R, static.
   """
   # The choices are listed in the order in which the router's kernel writes them, all first choices
-  # before all second ones, so that XLA transposes nothing.
+  # before all second ones, so that XLA need not transpose what that kernel has written.
   copy_KT = jnp.arange(row_TK.size, dtype=jnp.int32).reshape(row_TK.shape).T
   nobody_R = jnp.full((num_rows,), -1, jnp.int32)
   copy_R = nobody_R.at[row_TK.T.reshape(-1)].set(
@@ -190,8 +190,8 @@ def sum_copies(
 ) -> Array:
   """Σ_k weight[t, k] · rows[row[t, k]] in the type of the rows, accumulated in float32 (or wider).
 
-  Row numbers outside [0, R) add nothing. To differentiate, use `sum_rows`: its gradient is a
-  gather, and the gradient that JAX derives for this function is a scatter-add.
+  Row numbers outside [0, R) stand for a row of zeros. To differentiate, use `sum_rows`: its
+  gradient is a gather, and the gradient that JAX derives for this function is a scatter-add.
 
   Args:
     rows_RD: a buffer's rows.
@@ -267,7 +267,7 @@ weigh_rows.defvjp(_weigh_rows_fwd, _weigh_rows_bwd)
 
 
 def sum_rows(rows_RD: Array, weight_TK: Array | None, permutation: Permutation) -> Array:
-  """y[t] = Σ_k weight[t, k] · rows[row[t, k]]; a choice without a row adds exactly 0.
+  """y[t] = Σ_k weight[t, k] · rows[row[t, k]]; a choice without a row adds its weight · 0.
 
   Sums are in float32 (or wider), in the order of k; the result has the rows' type. None stands for
   weights of 1.
@@ -289,7 +289,7 @@ def sum_chunks(
 
 def _sum_chunks_fwd(chunks, weight_TK, permutations):
   kept = None if weight_TK is None else chunks
-  # An empty array tells the backward pass the rows' type where the rows are not kept.
+  # An empty array tells the backward pass the rows' type, since the rows may not be kept.
   like = jnp.zeros((0,), chunks[0].dtype)
   return sum_chunks(chunks, weight_TK, permutations), (kept, like, weight_TK, permutations)
 

@@ -2,11 +2,12 @@
 
     N  choices      E  experts      L  E + 1 rounded up to a multiple of 32
 
-1. Every warp walks its own run of the choices, as long as any other warp's, and counts them by
-   expert, 32 at a time: one for each lane. Lanes with equal experts find each other by a vote on
-   every bit of the expert's number (`match.any` is two to four times slower). One of these lanes
-   advances the warp's count of the expert. The positions written here are preliminary: each counts
-   the earlier choices of the same expert in the warp's own run.
+1. Every warp walks its own run of the choices and counts them by expert, 32 at a time: one for
+   each lane. All runs are equally long; the last ones may reach past the last choice. Lanes with
+   equal experts find each other by a vote on every bit of the expert's number (`match.any` is two
+   to four times slower). One of these lanes advances the warp's count of the expert. The positions
+   written here are preliminary: each counts the earlier choices of the same expert in the warp's
+   own run.
 2. Each block replaces the counts of each of its warps by the sum of the counts of the block's warps
    before that one, and keeps the sum over all its warps.
 3. Each block adds up the sums of the blocks before it. The first block also writes the sums over

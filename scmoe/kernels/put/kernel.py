@@ -3,10 +3,10 @@
     M  rows at hand      K  copies of each      D  width      R  rows of every device's result
     W  ranks: the devices of one mesh axis      G  groups of a tiled result
 
-A warp copies a row to shared memory. Then, for each of the row's places, at most K, another lane of
-the warp sends the row there, on whichever device, by a bulk copy of PTX (`cp.async.bulk`). NVLink
-carries the bytes between devices, and no rank waits for a buffer to be packed. Devices wait for
-each other at two points only.
+A warp copies a row to shared memory. Then, for each of the row's places, at most K, a different
+lane of the warp sends the row there, on whichever device, by a bulk copy of PTX (`cp.async.bulk`).
+NVLink carries the bytes between devices, and no rank waits for a buffer to be packed. Devices wait
+for each other at two points only.
 Before the kernel starts, XLA waits until every device's stream has reached it: by then all results
 are allocated, and no device still reads what their memory held before. At the kernel's end, block b
 signals to block b of every rank that all rows that it sent have arrived, and waits for a signal
@@ -51,8 +51,7 @@ MOST_RANKS = 8
 def takes(row_bytes: int, num_copies: int, ranks: int) -> bool:
   """Whether the kernel moves rows of so many bytes, to so many places each, among so many ranks.
 
-  A row has a multiple of 16 bytes, at most 22,222, and at most 32 places; there are at most 8
-  ranks.
+  A row has 16 to 22,222 bytes, a multiple of 16, and at most 32 places; there are at most 8 ranks.
   """
   return fits(row_bytes, num_copies) and row_bytes % _COPIED == 0 and ranks <= MOST_RANKS
 
@@ -78,8 +77,8 @@ def put_rows_kernel(
     place_MK: int32, rank · R + row of each copy; a number outside [0, W·R) is no place. No two
       copies have the same place, whichever ranks they come from.
     tag_MK: int32, a number that arrives beside each copy; None: no numbers are sent.
-    count: int32 scalar: only the first `count` rows have places; the kernel does not read the
-      others.
+    count: int32 scalar: only the first `count` rows are sent to their places; the kernel does not
+      read the others.
     groups: three arrays, int32 [G]: number of rows, first tile and number of tiles of each group of
       this device's own result. Rows of a group's last tile at which no copy arrives become zero,
       and their tags -1. None: the result has no groups, and no row becomes zero.
@@ -146,8 +145,8 @@ class _Program(RowCopier):
   Warp w, counted over all blocks, takes rows w, w + warps, w + 2 · warps and so on. With 8 stages,
   of which copies still read 4, a warp fetches the row that is 4 of its own rows after the one that
   it sends. Shared memory holds each warp's stages, a row of zeros, a barrier for each stage, and
-  three addresses for each rank: of the rank's result, of its tags, and of the count of signals of
-  its block with the same number.
+  three addresses for each rank: of the rank's result, of its tags (without tags, of its result
+  again), and of the count of signals of its block with the same number.
 
   Attributes:
     tagged: whether a tag arrives beside each row.
@@ -163,7 +162,7 @@ class _Program(RowCopier):
 
   @property
   def limit(self) -> str:
-    """The register with the number of rows that have places."""
+    """The register with the number of rows to fetch."""
     return "rows"
 
   @property
@@ -273,7 +272,7 @@ class _Program(RowCopier):
     )
 
   def first_row(self) -> str:
-    """row = ahead = the warp's number in the grid; rows = how many rows at hand have places."""
+    """row = ahead = the warp's number in the grid; rows = how many rows at hand are fetched."""
     return ptx.lines(
       [
         ptx.multiply_add("row", "block", WARPS, "warp"),
@@ -284,7 +283,10 @@ class _Program(RowCopier):
     )
 
   def load_place(self) -> str:
-    """rank, to, tag = the lane's place for row `row`: rank, row there, tag; yes = there is one."""
+    """rank, to = the lane's place for row `row`: rank and row there; yes = there is one.
+
+    Where tags go with the rows, also tag = the tag of this copy.
+    """
     return ptx.lines(
       [
         ptx.multiply_add("i", "row", self.copies, "lane"),

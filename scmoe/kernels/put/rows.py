@@ -37,9 +37,9 @@ def put_rows(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Sends each row to its places on any rank; returns the rows and tags that arrive here.
 
-  Every device of the axis calls this function. It is not differentiable. On Hopper (`runs_ptx`) one
-  kernel writes into the GPUs' memory. Elsewhere every rank gathers the rows of all ranks, for which
-  it needs memory, and keeps those with places in its own result.
+  Every device of the axis calls this function. On Hopper (`runs_ptx`) one kernel, which has no
+  gradient, writes into the GPUs' memory. Elsewhere every rank gathers the rows of all ranks, for
+  which it needs memory, and keeps those with places in its own result.
 
   Args:
     x_MD: this device's rows. On Hopper the bytes of a row, K and W are such as the kernel `takes`.
@@ -48,7 +48,7 @@ def put_rows(
     axis: the mesh axis.
     ranks: W.
     tag_MK: int32, a number that arrives beside each copy; None: no numbers are sent.
-    count: int32 scalar: only the first `count` rows have places; None: all M rows have.
+    count: int32 scalar: only the first `count` rows are sent to their places; None: all M rows.
     groups: the tiles of this device's own result. In each group's last tile, the rows that nobody
       fills become zero, with the tag -1. None: no row becomes zero.
     blocks: thread blocks of the kernel.

@@ -3,10 +3,10 @@
     T  tokens      D  model width      E  experts      K  experts per token
 
 A float32 gate on bfloat16 tokens needs no float32 product, which on Hopper takes 15 times as long
-as a bfloat16 product. For the kernel for many tokens, each float32 weight is written as the sum of
-three bfloat16 numbers, its *terms* (8 bits of significand each, 24 in all). The tokens are bfloat16
-already. The matrix unit forms the products of two bfloat16 numbers exactly, and adds them up in
-float32.
+as a bfloat16 product. For the kernel for many tokens, unless weights are to be rounded, each
+float32 weight is written as the sum of three bfloat16 numbers, its *terms* (8 bits of significand
+each, 24 in all). The tokens are bfloat16 already. The matrix unit forms the products of two
+bfloat16 numbers exactly, and adds them up in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scmoe.kernels.one_row.linear import narrow_product, narrow_sums, parts_of
 from scmoe.kernels.one_row.norm import Normalised
 from scmoe.kernels.one_row.without_gradient import without_gradient
 
-EXACT = 3  # number of bfloat16 terms that represent a float32 number exactly
+EXACT = 3  # Number of bfloat16 terms that hold the 24 bits of a float32 number's significand.
 _MOST_CHOSEN = 32  # The most K of the kernel for many tokens: the ids fit into shared memory.
 
 
@@ -76,7 +76,7 @@ def gate_under_norm(
   Args:
     row: the token with its norm.
     gate_DE: weights.
-    fp32: whether to multiply in float32; if not, the weights are rounded to the token's type.
+    fp32: whether to take the weights in float32; if not, they are rounded to the token's type.
     backend: "auto" (the kernel where it runs), "mosaic_gpu" or "xla" (the result is None).
 
   Returns:
@@ -108,8 +108,8 @@ def gate_product(x_TD: Array, gate_DE: Array, *, fp32: bool) -> Array:
   Args:
     x_TD: tokens.
     gate_DE: weights.
-    fp32: whether to multiply in float32 if the tokens have a narrower type. If not, the weights are
-      rounded to the tokens' type.
+    fp32: whether to take the weights in float32 if the tokens have a narrower type. If not, they
+      are rounded to the tokens' type.
   """
   wide = jnp.promote_types(x_TD.dtype, jnp.float32)
   dtype = wide if fp32 else x_TD.dtype
@@ -132,14 +132,16 @@ def gate_top_k(
   The best experts are those with the largest logits. Their probabilities, by the softmax over all E
   logits, are given only where the kernel for a single token takes the token and runs here, also if
   a gradient is asked for and XLA computes in its place. In a tie the expert with the smaller index
-  comes first. For XLA, NaN counts as the largest logit, or as the smallest if its sign bit is set.
-  The kernels may choose any experts for a token with a NaN logit; the experts' ids are valid.
+  comes first, but for XLA 0.0 may count as larger than -0.0. For XLA, NaN counts as the largest
+  logit, or as the smallest if its sign bit is set. The kernels may choose any experts for a token
+  with a NaN logit; the experts' ids are valid.
 
   Args:
     x_TD: tokens.
     gate_DE: weights.
     k: K, at most E.
-    fp32: whether to multiply in float32; if not, the weights are rounded to the tokens' type.
+    fp32: whether to take the weights in float32 if the tokens have a narrower type. If not, they
+      are rounded to the tokens' type.
     backend: "auto" (a kernel where it runs), "mosaic_gpu" or "xla". There is a kernel for multiples
       of 128 tokens, up to 192 experts and k up to 32, and one for a single token and a multiple of
       8 experts up to 256. Both need D to be a multiple of 64 and tokens in bfloat16, or in float16
@@ -210,7 +212,7 @@ def has_kernel(x_TD: Array, num_experts: int, k: int, fp32: bool, backend: str) 
 
 
 def split_terms(w: Array, terms: int, dtype: Any) -> Array:
-  """[terms, ...]: w as a sum of arrays of type `dtype`; each rounds what the earlier ones leave."""
+  """[terms, ...] of type `dtype`, whose sum approximates w; each rounds what earlier ones leave."""
   parts, rest = [], w.astype(jnp.float32)
   for _ in range(terms):
     parts.append(rest.astype(dtype))

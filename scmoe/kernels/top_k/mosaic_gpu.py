@@ -5,7 +5,7 @@
 XLA launches several kernels for the product and the choice, and their launches can cost more than
 their work. This kernel chooses the experts while the logits are still in registers. Every tile of
 tokens reads all terms of the gate (see `api`). The terms of a float32 gate have more bytes than the
-tile's tokens, so each of the two CTAs of a pair loads half of the terms for both.
+tile's tokens, so each of the two CTAs of a pair loads half of every term for both.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_buffers, store
 from scmoe.kernels.grouped_matmul.tiles import SMEM_LIMIT
 from scmoe.kernels.launch import resolve_num_sms
 
-_ROWS = 128  # Tokens of a tile; half if there would be fewer tiles than multiprocessors.
+_ROWS = 128  # Tokens of a tile; half if there would be fewer tiles than CTAs.
 _LARGE = 1e9  # Larger than every expert's id.
 _LEAST = float(jnp.finfo(jnp.float32).min)  # Stands for a logit of -inf, which may be chosen.
 # Bytes of shared memory that the ring does not take, for chosen experts, barriers and their
@@ -91,9 +91,9 @@ def gate_top_k_kernel(
 
   Args:
     x_TD: tokens; T is a multiple of 128, D of 64.
-    terms: [terms, D, E] in the tokens' type; their sum is the gate's weights. E is at most 192.
+    terms: [terms, D, E] in the tokens' type; their sum stands for the weights. E is at most 192.
     top_k: K, at most 32.
-    num_sms: number of CTAs; None: one per multiprocessor.
+    num_sms: number of CTAs, but whole pairs of them; None: one per multiprocessor.
 
   Returns:
     logits_TE in float32, expert_TK in int32.
@@ -128,7 +128,7 @@ def gate_top_k_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-  """The compile-time constants that the code of a CTA (`_Cta`) reads.
+  """The compile-time constants of the kernel.
 
   Attributes:
     tiling: the launch's tile shape.
@@ -248,7 +248,7 @@ class _Cta:
     for k in range(self.shape.top_k):
       value = jnp.max(left, axis=1)
       is_largest = left == lax.broadcast_in_dim(value, shape, (0,))
-      # The smallest id among equals, as `lax.top_k` chooses.
+      # The smallest id among equals, as `lax.top_k` chooses; but here 0.0 and -0.0 are equal.
       chosen = -jnp.max(jnp.where(is_largest, -ids, jnp.full_like(ids, -_LARGE)), axis=1)
       left = jnp.where(ids == lax.broadcast_in_dim(chosen, shape, (0,)), lowest, left)
       # If the largest is NaN, it equals nothing: no id is found, and the last expert is taken. Any

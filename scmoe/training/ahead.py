@@ -115,11 +115,11 @@ class Ahead:
       return None
     try:
       choice = self._how.choose(there - 1, me.devices)
-    except ConfigError:  # no mesh is small enough: a loss ends the run
+    except ConfigError:  # no mesh is small enough
       return None
     if (choice.processes, choice.data, choice.expert) in self._known:
       return None
-    if choice.processes > len(plan.members):  # it needs members that wait: the next turn has them
+    if choice.processes > len(plan.members):  # it needs members that wait, and have no turn
       return None
     members, tokens = plan.members[: choice.processes], plan.tokens[: choice.processes]
     found = Plan(plan.turn, members, tokens, "", choice.data, choice.expert, choice.words[:1000])

@@ -1,6 +1,6 @@
 """An exponential moving average of the weights (EMA), in float32.
 
-After the first steps, in which decays are smaller (`Average.decay_at`), the weights of k updates
+After the first steps, in which decays may be smaller (`Average.decay_at`), the weights of k updates
 ago count decay^k times as much as the last ones: with a decay of 0.999 the last 1,000 updates make
 up 63 % of the average. It is less noisy than the last step's weights. No training step computes its
 gradients with it.
@@ -23,7 +23,8 @@ class Average:
   """Says how the average of the weights follows them, step by step.
 
   Attributes:
-    decay: share of the average that a step keeps, below 1; early steps keep less (`decay_at`).
+    decay: share of the average that an update keeps, below 1; early ones may keep less; see
+      `decay_at`.
   """
 
   decay: float
@@ -31,7 +32,7 @@ class Average:
   def init(self, params: PyTree) -> PyTree:
     """The average before the first step: a copy of the weights.
 
-    The step donates weights and average, so they must not share a buffer.
+    A step may donate weights and average, so they must not share a buffer.
     """
     return jax.tree.map(jnp.copy, params)
 
@@ -39,7 +40,7 @@ class Average:
     """The decay in step n + 1, with `step` = n steps before: min(decay, (1 + n) / (10 + n)).
 
     That is the warm-up of TensorFlow's `ExponentialMovingAverage` (`num_updates`). Without it the
-    first weights would have a share of decay^n in the average after n steps.
+    first weights would have a share of decay^n in the average after n updates.
     """
     count = step.astype(jnp.float32)
     return jnp.minimum(self.decay, (1 + count) / (10 + count))

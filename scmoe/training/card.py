@@ -1,7 +1,8 @@
 """WORKDIR/card.json: the facts that are needed to repeat a run.
 
-It has the commit, versions, host, devices, some environment variables (`_VARIABLES`), command,
-configuration, fingerprint of the data, numbers of parameters, and all starts.
+It has the commit, versions, host, devices, some environment variables (`_VARIABLES`), the starts,
+and what the caller says (`write_card`), such as command, configuration, fingerprint of the data and
+numbers of parameters.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ _VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVI
 
 def write_card(workdir: Path, **said: Any) -> None:
   """Writes the card of a new start; its list `starts` adds this start to those of the card before.
+
+  A card before that cannot be used is replaced, and its starts are lost.
 
   Args:
     workdir: of the run; exists.
@@ -88,7 +91,10 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> dict[str, Any]:
-  """Platform and kind of the first device, and the numbers of devices and processes of the run."""
+  """Platform and kind of the first device, and how many devices and processes jax has.
+
+  A run of one process may leave some of these devices out of its mesh.
+  """
   import jax  # not at the top of the file, since commands that only read a card need no jax
 
   first = jax.devices()[0]

@@ -7,9 +7,9 @@ older step when one is damaged. So this module lists the steps itself and tries 
     WORKDIR/checkpoints/N/params    weights            N/data/metadata   data position (JSON)
                           N/state   everything else    N/meta/metadata   configuration ... (JSON)
 
-A step whose arrays came in pieces (`Checkpointer.save_pieces`) has all of them in N/params. Its
-meta names each array's folder, since earlier versions wrote large ones to N/params_1, N/params_2
-and so on.
+A step whose arrays came in pieces (`Checkpointer.save_pieces`) has all of them in N/params, and its
+meta names each array's folder: earlier versions wrote large ones to N/params_1, N/params_2 and so
+on.
 """
 
 from __future__ import annotations
@@ -73,13 +73,14 @@ class Checkpointer:
   With several processes all of them make the same calls, in the same order.
 
   Raises:
-    StorageError: the folder of the steps cannot be written.
+    StorageError: on process 0, if the folder of the steps cannot be written.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], cfg: CheckpointConfig):
     quiet_libraries()
     self.directory = Path(workdir).absolute() / FOLDER
-    # The step that was last saved completely or restored; None: there is none yet.
+    # The step that was last saved completely or restored; None: there is none yet, or the loop
+    # restored weights alone.
     self.last_saved: int | None = None
     self._cfg = cfg
     self._failures = 0
@@ -107,8 +108,9 @@ class Checkpointer:
 
     Raises:
       NonFiniteError: the state is not finite; the step does not appear.
-      StorageError: writing failed `checkpoint.max_failures` times in a row, or the file behind a
-        `Pieced` cannot be read.
+      StorageError: writing failed `checkpoint.max_failures` times in a row; or, if there are
+        `Pieced` objects, their file cannot be read or written, or what has the step's name already
+        cannot be renamed.
     """
     self.wait()
     leaves = flatten(state)
@@ -129,7 +131,7 @@ class Checkpointer:
       self.save_pieces(step, *in_pieces(leaves), data_state, meta, sync=True)
     except StorageError as error:
       if not str(error).startswith(self._begins(step)):
-        raise  # the file of moments cannot be read, so no later save can succeed
+        raise  # the moments' file fails, or what has the step's name stays: a later save fails, too
       cause = error.__context__  # the exception whose text ends that of `error`
       self._failed(step, cause if isinstance(cause, Exception) else error)
       return False
@@ -138,7 +140,7 @@ class Checkpointer:
     return True
 
   def wait(self) -> bool:
-    """Waits until the started save, if there is one, is complete, and removes old steps.
+    """Waits until the started save, if there is one, is complete; then removes old steps.
 
     Returns:
       False if the save failed.

@@ -94,9 +94,9 @@ class QuietChild:
     self._said.close()
 
   def reason(self) -> str:
-    """The last line, cut to 200 characters, of the command's standard error, or its exit code.
+    """The last line that is not blank, cut to 200 characters, of the command's standard error.
 
-    It is the exit code if the command wrote no line there, or if its lines cannot be read.
+    If there is none, or it cannot be read: "it ended with" and the exit code.
     """
     lines: list[str] = []
     with contextlib.suppress(OSError, ValueError):

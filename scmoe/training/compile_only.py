@@ -17,11 +17,11 @@ def compile_only(built: Trainable, workdir: str | os.PathLike[str]) -> None:
   """Compiles the training step and the check of a checkpoint's arrays into jax's compilation cache.
 
   That is the run's own cache, unless the user set another (`kept_programs`). A later start on as
-  many processes and devices finds both programs there. No array is made and the run's lock is not
-  taken, so the run may train meanwhile. Where a start would measure variants of the step
-  (`overlap.schedule=auto`, `train.tune`), the variant that an earlier start kept is compiled, or
-  else the step as configured; with `dispatch.overflow=repeat` its program without overflow rounds
-  alone. All processes of the run must call it.
+  many processes and devices finds there whichever of the two took long enough to compile to be
+  kept. No state is made and the run's lock is not taken, so the run may train meanwhile. Where a
+  start would measure variants of the step (`overlap.schedule=auto`, `train.tune`), the variant that
+  an earlier start kept is compiled, or else the step as configured; with `dispatch.overflow=repeat`
+  its program without overflow rounds alone. All processes of the run must call it.
 
   Args:
     built: the model and its options.

@@ -1,4 +1,4 @@
-"""Keeps compiled programs in a run's folder for later starts, unless the user set jax's cache."""
+"""Keeps compiled programs in a folder for later starts, unless the user set jax's cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-PROGRAMS = "programs"  # folder of jax's compilation cache in the run's folder
+PROGRAMS = "programs"  # folder of jax's compilation cache in the run's or the user's folder
 CACHE, _LEAST = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
 # Programs that compile in fewer seconds are not kept, unless jax's own limit (`_LEAST`) is lower.
 _WORTH = 0.1
@@ -21,7 +21,8 @@ _WORTH = 0.1
 def kept_programs(folder: Path) -> Iterator[None]:
   """While the context lasts, jax keeps compiled programs in `folder`, unless the user set a cache.
 
-  A later start reads them there instead of compiling. A user sets a cache with
+  A later start reads them there instead of compiling; programs that compile fast (`_WORTH`) are not
+  kept. A user sets a cache with
   JAX_COMPILATION_CACHE_DIR or jax's option of that name; then nothing is changed. Programs for CPUs
   use the instructions of this processor, so each kind of processor has a folder of its own in
   `folder`.
@@ -43,9 +44,9 @@ def kept_programs(folder: Path) -> Iterator[None]:
 
 
 def _processor() -> str:
-  """12 hexadecimal digits that name this kind of CPU: a digest of its architecture and name.
+  """12 hexadecimal digits that name this kind of CPU: a digest of what Python's `platform` tells.
 
-  Its features are part of the digest where /proc/cpuinfo tells them.
+  The CPU's features are part of the digest where /proc/cpuinfo tells them.
   """
   kind = f"{platform.machine()} {platform.processor()}"
   with contextlib.suppress(OSError):

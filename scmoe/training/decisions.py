@@ -24,7 +24,7 @@ SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
 FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 
 
-# The fields of a variant that the search may choose: they change a result by rounding at most.
+# The fields of a variant that the search may choose.
 _CHOSEN = {
   "transport": Maybe(str),
   "schedule": Maybe(str),

@@ -1,8 +1,8 @@
 """The description of a checkpoint's step: two JSON files beside its arrays, sealed by a digest.
 
-`N/meta/metadata` holds the configuration, the versions, the name, shape, type and fingerprint of
-each array, and the digest of both files. `N/data/metadata` holds the position of each process in
-the data.
+`N/meta/metadata` holds the name, shape, type and fingerprint of each array, the digest of both
+files, and what the writer adds, such as the configuration. `N/data/metadata` holds the position of
+each process in the data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scmoe.training.schema import SCHEMA, upgraded
 PyTree = Any
 # Name of a field of a step's meta; it is true if the step holds weights and no optimizer's state.
 WEIGHTS_ONLY = "weights_only"
-# The folder that holds all arrays of a step that was saved in pieces.
+# The folder into which all arrays go if a step is saved in pieces.
 PIECES = "params"
 # The 16-bit types in which models are released; float32 holds all their values exactly.
 _NARROW = ("bfloat16", "float16")
@@ -63,10 +63,10 @@ def flatten(tree: PyTree) -> dict[str, Any]:
 
 
 def item_of(name: str) -> str:
-  """The folder into which `Checkpointer.save` writes an array: `params` for weights, or `state`.
+  """The folder of a step that holds an array: `params` for weights, or `state`.
 
-  So weights can be read alone. If the array's entry in the step's meta gives an `item`, it lies in
-  that folder instead.
+  So weights can be read alone. If the array's entry in the step's meta gives an `item`, as in a
+  step that was saved in pieces, it lies in that folder instead.
   """
   return "params" if name.partition(".")[0] == "params" else "state"
 
@@ -83,7 +83,7 @@ def describe(leaves: dict[str, jax.Array]) -> dict[str, dict]:
 
 
 def description_of(x: Any, fingerprint: str) -> dict[str, Any]:
-  """The entry of one array in `leaves` of a step's meta.
+  """The entry of one array in `leaves` of a step's meta, without `item`.
 
   Args:
     x: has the array's shape and dtype.
@@ -109,7 +109,7 @@ def records(
 
   Args:
     step: optimizer steps done.
-    described: shape, type and fingerprint of each array, by name (`describe`).
+    described: shape, type and fingerprint of each array, by name (`describe`); maybe its `item`.
     data_state: this process's position in the data.
     meta: the other fields of the description.
   """

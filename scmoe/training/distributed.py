@@ -46,9 +46,9 @@ def find_cluster(
   malformed variables of SLURM count as none.
 
   Raises:
-    ConfigError: a number in an SCMOE_* variable is malformed; this process is not the first, and
-      there is no coordinator; or, with a coordinator or several processes, a part is missing or
-      malformed, or does not fit the others.
+    ConfigError: a number that is taken from an SCMOE_* variable is malformed; this process is not
+      the first, and there is no coordinator; or, with a coordinator or several processes, a part is
+      missing or malformed, or does not fit the others.
   """
   slurm = _slurm(environment)
   coordinator = (
@@ -183,7 +183,7 @@ class OnFirst:
 
 
 def bytes_of_first(value: bytes) -> bytes:
-  """The bytes that process 0 gives, of any length; all processes must call it."""
+  """The bytes that process 0 gives; all must call it, the others with any bytes."""
   if jax.process_count() == 1:
     return value
   length = int(multihost_utils.broadcast_one_to_all(np.array(len(value))))
@@ -204,6 +204,8 @@ def from_all_processes(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _slurm(environment: Mapping[str, str]) -> Cluster | None:
   """The processes of a SLURM step, one for each task; None outside a step or for one task.
+
+  None, too, if a variable that is read is missing or malformed.
 
   The coordinator is the first node of the step (127.0.0.1 if it has one node only). Its port
   follows from the job's number, so that neighbouring jobs have different ports.
@@ -254,7 +256,7 @@ def _check(coordinator: str, count: int, index: int) -> None:
 
 
 def is_loopback(host: str) -> bool:
-  """True if a name or address is one by which a host reaches only itself, e.g. 127.0.0.1."""
+  """True if a name or address is one by which this host reaches only itself, e.g. 127.0.0.1."""
   name = host.strip("[]")
   if name == "localhost":
     return True

@@ -51,8 +51,10 @@ from scmoe.training.restarts import FINAL, LONGEST_WAIT
 from scmoe.training.signals import hangups
 from scmoe.training.workdir import FOREIGN_STALE_SECONDS
 
-SILENT_SECONDS = 15.0  # a member that writes nothing for so long is given up
-FIRST_SECONDS = 300.0  # how long a start's first turn waits for all members; jax waits as long
+# A member that writes nothing for so long is given up; after `distributed.heartbeat_seconds`, if
+# those are fewer.
+SILENT_SECONDS = 15.0
+FIRST_SECONDS = 300.0  # a start's first turn waits at most so long for all members, as jax does
 _TICK_SECONDS = 0.25
 _BEAT_SECONDS = 1.0
 # For a child to end by itself after a peer's child has died, or the peer was started again or ended
@@ -142,8 +144,8 @@ class Supervisor:
 
     Raises:
       ConfigError: another process has this member's number, or no mesh fits.
-      OSError: the command cannot be started, no port can be bound for the turn, or the run's lock
-        file cannot be removed.
+      OSError: the command cannot be started, no port can be bound for the turn, the run's lock file
+        cannot be removed, or the folder of checkpoints cannot be listed.
     """
     self._tell()
     self.others.look()
@@ -188,6 +190,7 @@ class Supervisor:
 
     Raises:
       ConfigError: this member plans the turn, and no mesh fits.
+      OSError: as `tick`.
     """
     if self.asked:
       self.tell(asks=LEAVE)  # else the others would take 75 for the end of the run
@@ -210,7 +213,7 @@ class Supervisor:
     return None
 
   def _lost_peer(self) -> bool:
-    """True if another member of the last turn is lost: that, and no device, ended the command."""
+    """True if another member of the last turn is lost: that may have ended the command."""
     return any(self.others.is_silent(n) for n in self.plan.members if n != self.number)
 
   def _ended_for_good(self) -> int | None:
@@ -423,7 +426,8 @@ def supervise(member: Supervisor) -> int:
   """Runs a member until it is done; returns its exit code. The main thread has to call it.
 
   SIGTERM and SIGHUP (unless nohup ignores it) make this member leave; if it trains, all members of
-  the turn save first. The others go on without it, unless they were told to stop as well.
+  the turn save first. The others go on without it if a mesh fits them, unless they were told to
+  stop as well.
 
   Raises:
     ConfigError, OSError: as `Supervisor.tick`.

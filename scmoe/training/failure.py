@@ -45,6 +45,9 @@ def write_replay(
   Returns:
     words for the error's message: the command that repeats the step, or why the files could not be
     written.
+
+  Raises:
+    Exception: those of `save` that are neither a StorageError nor an OSError.
   """
   try:
     if is_first():

@@ -4,10 +4,10 @@ Which schedule hides most depends on the link, the sizes and the router's balanc
 them was right everywhere (experiments/LOG.md). So candidates are measured, by a `Search`:
 
   auto   measures before the first step, on GPUs that exchange rows. A cut of the run
-         (`Searchable.cut`: same sizes, same devices, but at most two block pairs and
-         `overlap.flight` microbatches, compiled in seconds where a whole step takes minutes)
-         proposes a change; whole steps of the run, as configured and with the change, decide,
-         except in runs with a teacher or adapters
+         (`Searchable.cut`: same sizes, same devices, but at most two block pairs, in a Swin two a
+         stage, and `overlap.flight` microbatches) proposes a change; whole steps of the run, as
+         configured and with the change, decide, except in runs with a teacher or adapters. The cut
+         compiles in seconds where a whole step takes minutes
   tune   measures candidates that the user names: with auto, in its search; without auto, in
          the first steps, each of which trains
 
@@ -87,7 +87,7 @@ class Searchable(Protocol):
     ...
 
   def variant(self, variant: Variant) -> Objective:
-    """The objective of a variant: the same result, unless `top_k` or `capacity_factor` is set.
+    """The objective of a variant. `Variant` says which of its fields change the result.
 
     Raises:
       ConfigError: the variant does not fit the run.
@@ -181,7 +181,8 @@ def fastest_step(
   With auto (and `overlap.search_seconds` > 0) the fastest is measured here; with `train.tune` alone
   the returned `Search` measures it in the first training steps. If an earlier start kept a decision
   for the same program and machine, the step of its variant is returned and nothing is measured,
-  unless that variant does not fit the run, or sets the transport and `same_transport` is True.
+  unless that variant does not fit the run, or sets the transport and `same_transport` is True. A
+  single candidate is taken without a measurement.
 
   With auto a cut of the run proposes a change. The change is taken if it is faster on whole steps
   too. Whole steps need memory for one state of the run, freed before the run makes its own. In a
@@ -244,7 +245,7 @@ def fastest_step(
 def _on_a_cut(
   make: Steps, candidates: Sequence[Variant | Change], keep: Callable[[dict[str, Any]], None]
 ) -> Variant:
-  """The fastest candidate on a cut of the run (`cut`); `Variant()` if nothing could be measured."""
+  """The fastest candidate on a cut of the run (`cut`); `Variant()` if the search was broken off."""
   cut = make.built.cut()
   abstract = cut.abstract_state()
   quiet = dataclasses.replace(make, built=cut, abstract=abstract, say=lambda line: None)
@@ -270,7 +271,7 @@ def _on_whole_steps(
 ) -> Variant:
   """Compares the run as configured and with a proposed change, by whole steps; returns the winner.
 
-  If nothing could be measured, that is the configured variant.
+  If the search was broken off, that is the configured variant.
 
   The change wins if `against` lets it replace the configured variant. The two are compiled one
   after the other: XLA times matrix products on the GPU as it compiles, a second compilation would
@@ -280,7 +281,7 @@ def _on_whole_steps(
     make, steps: the run's steps; the winner's stays compiled.
     proposed: the variant that the cut chose.
     found: the cut's decision; changed in place: the decision by whole steps replaces it and holds
-      it under `cut`. If nothing could be measured, `found` is emptied, so that a later start tries
+      it under `cut`. If the search was broken off, `found` is emptied, so that a later start tries
       again.
   """
   kept: dict[str, Any] = {}
@@ -306,9 +307,9 @@ def _on_whole_steps(
 def _fastest(
   search: Search, built: Searchable, abstract: TrainState, say: Callable[[str], None]
 ) -> Variant | None:
-  """Runs a search on a `MeasuredState` and returns its choice; None if nothing could be measured.
+  """Runs a search on a `MeasuredState` and returns its choice; None if an error breaks it off.
 
-  Afterwards the state is dropped. Nothing can be measured with too little free memory, for example.
+  Afterwards the state is dropped. Too little free memory is such an error, for example.
   """
   try:
     measured = MeasuredState(built, abstract, built.train.seed)

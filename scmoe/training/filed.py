@@ -6,8 +6,9 @@
     written                       |    0    |    1    |    2    |    3    |
 
 The host updates moments and lower halves layer by layer (`scmoe.training.host_update`). Here they
-lie in a file: threads read a layer's while the layers before are updated, and write the new ones
-behind the update, also beside the next step. So the host's memory holds those of a few layers.
+lie in a file. Unless `mesh.moments_ahead` is 0, threads read a layer's while the layers before are
+updated, and write the new ones behind the update, also beside the next step. So the host's memory
+holds those of a few layers.
 
 The file has no name. It belongs to the process that made it, and the operating system frees it when
 that process ends, in whatever way. So no later process can read a state that a killed step has
@@ -159,7 +160,7 @@ class FileShard:
     return self._room.read(self._offset, self.nbytes).view(self.dtype).reshape(self.shape)
 
   def write_behind(self, pool: ThreadPoolExecutor, values: Any) -> Future[None]:
-    """Begins to write new values, of the same shape and type, and returns at once.
+    """Begins to write new values, of the same shape and type, and returns the write at once.
 
     Args:
       pool: of threads that wait for the values and write them.
@@ -174,10 +175,10 @@ class FileShard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InFile:
-  """A mark in an abstract state: this array, or layer [1, ...] of a stack, lies in a file.
+  """A mark in an abstract state: this array, or layer [1, ...] of a stack, is to lie in a file.
 
   Attributes:
-    shape, dtype, sharding: of the array or layer, not of a shard.
+    shape, dtype, sharding: of the array, stack or layer, not of a shard.
     room: the file.
     groups: gives the `scmoe.training.kept.Groups` of all arrays that the host keeps.
     layers: number of layers, if this is a whole stack; 0: it is none.
@@ -206,9 +207,9 @@ def is_in_file(x: Any) -> bool:
 
 
 class Passage:
-  """The shards of one step on their way from the files, and back to them.
+  """The shards of one step on their way from the file, and back to it.
 
-  Works for shards in memory too, which stay where they are.
+  Works for shards in memory too: new ones take their places there.
 
   Args:
     layers: for each layer, in the order of the updates, its `Kept` objects.
@@ -234,7 +235,8 @@ class Passage:
   def arrive(self, number: int) -> None:
     """Waits for a layer's shards, and begins to read those of the layer `ahead` places later.
 
-    Call it once for each layer, in order. With `ahead` 0 it begins with the layer's own shards.
+    Call it once for each layer, in order. With `ahead` 0 it begins with the layer's own shards. It
+    does nothing if all shards lie in memory.
 
     Raises:
       StorageError: a file cannot be read or written.

@@ -1,10 +1,11 @@
 """A 32-bit fingerprint of an array that does not depend on how it is sharded.
 
-Each element's raw bits are mixed with its global position; the results are added modulo 2^32.
-For a given position the mixing of 32 bits is one to one, so any change of a single element of at
-most 4 bytes changes the sum. Swapped elements, experts or layers change it too, but for one chance
-in 2^32. (A plain position-weighted sum would miss two flipped sign bits at odd positions: each
-contributes 2^31.) The fingerprint guards against accidents, not against an adversary.
+Each element's raw bits are mixed with its global position, modulo 2^32; the results are added
+modulo 2^32. For a given position the mixing of 32 bits is one to one, so any change of a single
+element of at most 4 bytes changes the sum. Different elements, experts or layers that are swapped
+change it too, but for one chance in 2^32, unless their distance is a multiple of 2^32 elements. (A
+plain position-weighted sum would miss two flipped sign bits at odd positions: each contributes
+2^31.) The fingerprint guards against accidents, not against an adversary.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def survey_piece(
   or on jax's default device if JAX_PLATFORMS leaves the CPU out.
 
   Args:
-    value: array[place]: at most 4 bytes an element. A scalar counts as a vector of one element.
+    value: array[place], of a type in `_EXPONENTS` or `_INTEGERS`. A scalar counts as a vector of
+      one element.
     shape: shape of the whole array.
     place: indices into the array's leading dimensions.
   """

@@ -1,9 +1,9 @@
 """Goodput: the share of wall-clock time in which a run did steps that it kept.
 
 Everything else counts as lost: starting, compiling, saving, evaluating, steps that were done again
-after the run died, and time in which it did not run. metrics.jsonl has all that this needs: a line
-of kind `start` for each start of the run, and in each line of kind `train` a mean of the seconds
-per step. Lines of steps that are done again are removed when the run resumes, so these steps count
+after the run died, and time in which it did not run. metrics.jsonl has all that this needs: lines
+of kind `start` for the run's starts, and lines of kind `train`, most with a mean of the seconds per
+step. Lines of steps that are done again are removed when the run resumes, so these steps count
 once.
 """
 

@@ -1,4 +1,4 @@
-"""The training step under XLA's latency-hiding scheduler, with latencies measured in the run.
+"""Jitted steps that XLA schedules, if asked for, by latencies measured in the run.
 
 XLA starts a collective as late as its cost model allows, and the model assumes fast links. With
 measured times (profile-guided latency estimation) XLA starts the all-to-all early enough: on
@@ -72,7 +72,7 @@ class GuidedStep:
     self.gpu = jax.default_backend() == "gpu" if gpu is None else gpu
     self.collect, self.say, self.variant = collect, say, variant
     self.program: Program | None = None
-    # The file of the program's profile; None unless the step is guided by one.
+    # The file for the program's profile; None unless the step is to be guided by one.
     self.file: Path | None = None
     # Number of calls until the profile is complete, warm-up included; 0: none is being made.
     self.calls_to_profile = 0

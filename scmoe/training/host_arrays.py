@@ -25,7 +25,8 @@ def lies_on_host(x: Any) -> bool:
   """Whether an array, or a `jax.ShapeDtypeStruct` with sharding, is in pinned memory of the host.
 
   Unlike `is_on_host` it also takes an array on a single device, such as one shard; but it is False
-  for every traced value. As it looks at `sharding` alone, an `InFile` or a `Kept` gives True, too.
+  for every traced value. As it looks at `sharding` alone, other objects that have one, such as an
+  `InFile` or a `Kept`, may give True, too.
   """
   return getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
 
@@ -38,7 +39,7 @@ def is_made(x: Any) -> bool:
 def made_on_host(
   shape: Sequence[int], sharding: NamedSharding, piece: Callable[[Index, Any], np.ndarray]
 ) -> Array:
-  """An array in pinned memory of the host, each shard of which the host computes.
+  """An array in pinned memory of the host; each process computes the shards of its own devices.
 
   Args:
     shape: of the whole array.

@@ -7,10 +7,10 @@ the full speed of its link. A stack's array [L, ...] is then stored as an `Apart
 stack, so that they load in every placement. If the host computes the update, these arrays lie in
 its ordinary memory (`scmoe.training.kept`) or, where `in_files` marks them, in a file.
 
-Bytes a parameter, with AdamW's float32 moments: the device keeps 4 instead of 12, or, where
-parameters are stored in halves, 2. Of a routed expert's matrices it keeps nothing with
-`mesh.experts_in=host`, but the expert's biases stay. `mesh.moments_kept` leaves moments and lower
-halves of the last layers on the device, those of experts included.
+Bytes a parameter, with AdamW's float32 moments and without an average: the device keeps 4 instead
+of 12, or, where parameters are stored in halves, 2. Of a routed expert's matrices it keeps nothing
+with `mesh.experts_in=host`, but the expert's biases stay. `mesh.moments_kept` leaves moments and
+lower halves of the last layers on the device, those of experts included.
 """
 
 from __future__ import annotations
@@ -129,15 +129,15 @@ def taken_over(params: PyTree, like: PyTree) -> PyTree:
 def joined(tree: PyTree) -> PyTree:
   """The tree with one array [L, ...] in the host's memory in place of each `Apart`.
 
-  Works on a state's arrays and on an abstract state. Arrays are copied by the host, and so is every
-  `Kept` in memory; one in a file becomes a `Pieced`, which reads it when it is asked to.
+  Works on a state's arrays and on an abstract state. The host copies the arrays of an `Apart`, and
+  every `Kept` in memory; one in a file becomes a `Pieced`, which reads it when it is asked to.
   """
   whole = lambda x: _stack(x.parts) if is_apart(x) else x.whole() if is_kept(x) else x
   return jax.tree.map(whole, tree, is_leaf=is_apart)
 
 
 def divided(tree: PyTree, wanted: PyTree) -> PyTree:
-  """The inverse of `joined`: an `Apart` wherever `wanted` has one.
+  """The inverse of `joined`: an `Apart` wherever `wanted` has one. No `Kept` in memory is made.
 
   Args:
     tree: arrays, in the host's memory where `wanted` has an `Apart`; or traced values; or `Pieced`

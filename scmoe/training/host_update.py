@@ -7,10 +7,10 @@
 
 Streaming moves a layer's moments to the device and back: if they are float32, 10 bytes a parameter
 each way with lower halves. Here the moments stay. A layer's gradients leave the device, 4 bytes a
-parameter, and with them the parameters as the device stores them (upper halves, 2 bytes, or
-float32) and their average, if there is one. The host runs the same update on jax's CPU and sends
-the new parameters and average back. With such moments and halves less travels, but the host's
-memory is slower than the device's.
+parameter (2 if they are bfloat16, with nothing to sum up), and with them the parameters as the
+device stores them (upper halves, 2 bytes, or float32) and their average, if there is one. The host
+runs the same update on jax's CPU and sends the new parameters and average back. With such moments
+and halves less travels, but the host's memory is slower than the device's.
 
 The step is one program up to the norm of all gradients: no layer can be updated before it is known
 whether the step is good and by how much gradients are clipped. After that program Python goes from
@@ -95,9 +95,9 @@ def begun_in_files(state: Any, abstract: Any) -> Any:
 
 
 def host_step_of(step: Any, program: Callable[..., Any]) -> Callable[..., Any]:
-  """The whole step, from `make_train_step`'s result and its compiled program.
+  """The whole step, from a jitted function or a `HostStep` and its compiled program.
 
-  That is the program itself, unless the host computes the update.
+  Unless it is a `HostStep`, that is the program itself.
   """
   return functools.partial(step.run, program) if isinstance(step, HostStep) else program
 
@@ -162,7 +162,8 @@ class HostStep:
       the state if `whole` is None.
     abstract: the state as `jax.ShapeDtypeStruct`s with shardings.
     rule: updates one layer; runs on the host.
-    ahead: number of layers whose gradients leave the device before their turn.
+    ahead: number of layers whose gradients leave the device, and whose arrays in a file are read,
+      before their turn.
     whole: the ranks' updated shares of parameters -> the whole parameters that the state stores, in
       one program; None: the state stores the updated arrays themselves.
     options: XLA's options for the host's programs.
@@ -202,13 +203,14 @@ class HostStep:
     return self.run(self._program, state, batch)
 
   def run(self, program: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, dict, dict]:
-    """The step with its compiled program; returns when the last layer is on its way back.
+    """The step with its compiled program; may return while the last layer is on its way back.
 
     The scalars have `update_seconds` too: the seconds that the host's part took, once the norm of
-    the gradients was known.
+    the gradients was known; about 0 for a step that changes nothing.
 
     Raises:
-      StorageError: the file of moments cannot be read or written.
+      ConfigError: as `scmoe.training.kept.cpu`.
+      StorageError: the file of moments cannot be made, read or written.
     """
     state = self._parts.keeping(state)
     passage = self._passage(state)

@@ -35,7 +35,7 @@ class Journal:
     built: options and sizes of the run.
     workdir: of the run.
     tokens_per_step: tokens of one optimizer step.
-    label: stands before every line that `say` prints.
+    label: stands before every text that `say` prints.
   """
 
   def __init__(self, built: Trainable, workdir: Path, tokens_per_step: int, label: str = ""):
@@ -84,12 +84,12 @@ class Journal:
   # -- lines on the console ---------------------------------------------------------------------
 
   def say(self, line: str) -> None:
-    """Prints a line on the console, on process 0 only."""
+    """Prints a text on the console, on process 0 only."""
     self._bar.print(self._label + line)
 
   @contextlib.contextmanager
   def said(self, what: str) -> Iterator[None]:
-    """Prints the name of a slow part before it begins, and its duration after it."""
+    """Prints the name of a slow part before it begins, and its duration when it has succeeded."""
     self.say(f"{what} ...")
     began = time.perf_counter()
     yield
@@ -167,7 +167,7 @@ class Journal:
     self.say(f"eval at step {step} | {shown}")
 
   def has_evaluation(self, step: int) -> bool:
-    """True on process 0 if metrics.jsonl holds an evaluation of this step."""
+    """True on process 0 if an evaluation of this step was recorded (`MetricsFile.has_eval`)."""
     return self._metrics is not None and self._metrics.file.has_eval(step)
 
   def compare_hosts(self, step: int) -> None:

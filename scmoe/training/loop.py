@@ -180,8 +180,8 @@ class Run:
     # devices, while the step may have to be run again (`settle`).
     self.pending: tuple[int, Results, Any] | None = None
     self.batch: Batch | None = None
-    # Kinds of work, e.g. "evaluation", that `arm` has seen; later work of a kind seen compiles
-    # nothing, unless `arm` is told of an allowance.
+    # Kinds of work, e.g. "evaluation", to which `arm` has given a limit; later work of such a kind
+    # compiles nothing, unless `arm` is told of an allowance.
     self.compiled: set[str] = set()
     # Whether the lines that describe the run were printed.
     self.introduced = False
@@ -248,7 +248,7 @@ class Run:
 
   @contextlib.contextmanager
   def preparing(self) -> Iterator[None]:
-    """A context for compiling the training step: prints how long it took, and limits the time."""
+    """A context for compiling the training step: prints how long it took; see `arm` for a limit."""
     self.arm("compilation", allowance=True)
     with self.journal.said("compiling the training step"):
       yield
@@ -380,11 +380,13 @@ class Run:
     """Dispatches a step, then reads the previous step's results.
 
     The device works meanwhile, unless the dispatch itself waits for it: with
-    `mesh.moments_update=host`, and as long as `train.tune` measures.
+    `mesh.moments_update=host`, as long as `train.tune` measures, and when a profile is complete
+    (`GuidedStep`).
 
-    With `dispatch.overflow=repeat` it first waits for the previous step, and runs it again if rows
-    were left over (`settle`). Results are logged where that is due (`flush`). If the run may end
-    with the dispatched step, its results are read at once, too.
+    If the step is a `RepeatingStep` (`dispatch.overflow=repeat`), it waits for the previous step
+    before the dispatch, and runs it again if rows were left over (`settle`). Results are logged
+    where that is due (`flush`). If the run may end with the dispatched step, its results are read
+    at once, too.
 
     Raises:
       ConfigError: a candidate of `train.tune` does not fit the run.
@@ -448,7 +450,7 @@ class Run:
   def settle(self) -> None:
     """Runs the pending step again if rows were left over in it (`dispatch.overflow=repeat`).
 
-    With `overflow=repeat` it waits for that step; otherwise it does nothing.
+    If the step is a `RepeatingStep`, it waits for the pending one; otherwise it does nothing.
     """
     if self.pending is None or not self.step_fn.repeats:
       return
@@ -597,8 +599,8 @@ class Run:
   def profile(self) -> None:
     """Starts jax's profiler before step `train.profile_step`; stops it `profile_steps` steps later.
 
-    Before both it calls `flush`. A run that ends earlier stops it in `close`. The trace is taken in
-    this process, so no port is opened for a profiler's client.
+    Before both it calls `flush`. A run that ends before it does a step without the profiler stops
+    it in `close`. The trace is taken in this process, so no port is opened for a profiler's client.
     """
     train = self.train
     if train.profile_step and self.step + 1 == train.profile_step:

@@ -1,4 +1,4 @@
-"""Keeps one GPU's lowered programs beside compiled ones: later starts lower no Pallas kernel again.
+"""Keeps one GPU's lowered programs beside compiled ones, so that later starts need not lower them.
 
 jax's compilation cache spares XLA's compilation only. Its key is a digest of the lowered program,
 so every start lowers first. For a Pallas kernel that means Mosaic's layout inference in Python:
@@ -45,9 +45,9 @@ _OF_MEMORY = ("XLA_PYTHON_CLIENT_", "XLA_CLIENT_")
 def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
   """`traced.lower()`, read from jax's cache folder if an earlier start kept it there.
 
-  Only programs of one GPU, without arguments in the host's memory, are kept. All others are lowered
-  as usual, as is a program that cannot be exported, for example since it calls back to Python.
-  Without jax's cache folder every program is lowered as usual.
+  Only programs of one GPU, without arrays in pinned memory of the host, are kept. All others are
+  lowered as usual, as is a program that cannot be exported, for example since it calls back to
+  Python. Without jax's cache folder every program is lowered as usual.
 
   Args:
     step: a `jax.jit`-ed function or a `HostStep`, whose program is lowered as usual.
@@ -73,7 +73,10 @@ def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
 
 
 def _on_one_device(args: tuple[Any, ...]) -> bool:
-  """Whether all arguments lie on one device and, if it is a GPU, in that GPU's own memory."""
+  """Whether all arguments with a sharding lie on one device and, if it is a GPU, in its own memory.
+
+  A `jax.ShapeDtypeStruct` or an array of numpy may have no sharding.
+  """
   devices = set()
   for x in jax.tree.leaves(args):
     sharding = getattr(x, "sharding", None)
@@ -119,7 +122,7 @@ def _changes(variable: str) -> bool:
 def _shapes(name: str) -> bool:
   """Whether the option of jax with this name may change a program.
 
-  Options of caches, logs, dumps, tracebacks and debugging do not.
+  Those of caches, logs, dumps, tracebacks and debugging are taken not to change one.
   """
   return not any(word in name for word in ("cache", "log", "dump", "traceback", "debug"))
 

@@ -271,6 +271,7 @@ def test_config_is_found_by_name_and_by_path(tmp_path):
   assert "did you mean quickstart" in error_of(find_config, "quikstart")
   error_of(find_config, "../configs/quickstart")
   error_of(find_config, "\0")
+  error_of(find_config, "~no-such-user/a.py")
 
 
 GOOD = """
@@ -335,6 +336,7 @@ def test_workdir(tmp_path, monkeypatch):
   for bad in (
     *("", " ", "..", "../a", "runs/../../a", "/", ".hidden", "-x", "a b", "a\0b", "x" * 300),
     *("r/" + "x" * 300, "d/" * 600, "file", "file/a", "link", str(tmp_path / "link")),
+    "~no-such-user/a",
   ):
     if bad == "/":
       continue  # a folder like any other; writing to it is refused later

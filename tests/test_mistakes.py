@@ -257,6 +257,7 @@ OF_COMMANDS = (
   (profile, ["--workdir=my.txt"], "my.txt is a file, not a folder"),
   (profile, ["--machine=h100"], "machine='h100' is unknown; one of: h200-nvlink"),
   (profile, ["--json=nowhere/x.json"], "--json='nowhere/x.json': there is no folder"),
+  (profile, ["--json=~no-such-user/x.json"], "--json='~no-such-user/x.json': there is no folder"),
   (generate, ["--json=nowhere/x.json"], "--json='nowhere/x.json': there is no folder"),
   (generate, ["--json=."], "--json='.' is a folder; give a file"),
   (generate, ["--seed=9999999999999999999"], "--seed=9999999999999999999 is too large"),

@@ -33,6 +33,11 @@ def expanded(path: str, field: str) -> Path:
   return found
 
 
+def at_home(path: str) -> Path:
+  """The path with `~` and `~user` replaced; `~user` of an unknown user stays as it is."""
+  return Path(os.path.expanduser(path))
+
+
 def files_below(root: Path, field: str, endings: tuple[str, ...] = ("",)) -> Iterator[Path]:
   """The files of a folder and of those inside it, in no particular order.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.paths import at_home
 from scmoe.base.renamed import with_present_names
 from scmoe.base.stored import Maybe, StoredError, read_json
 from scmoe.training.card import CARD, CARD_SHAPE
@@ -92,7 +93,7 @@ def find_runs(words: Sequence[str]) -> list[Path]:
   """
   found: list[Path] = []
   for word in words:
-    folder = Path(word).expanduser()
+    folder = at_home(word)
     if is_run(folder):
       inside = [folder]
     else:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from scmoe.base.errors import CheckpointError, ConfigError
+from scmoe.base.paths import at_home
 from scmoe.base.sizes import number
 from scmoe.models.low_rank import LoraConfig
 from scmoe.pretrained.stream import flat, leaves_of, nested
@@ -117,7 +118,7 @@ def _copy(run: RunConfig, place: Path) -> None:
     ConfigError: `train.init_from` is the run itself, or a model of another architecture; or
       something that is no such copy lies in `place`.
   """
-  folder, source = run.train.init_from, Path(run.train.init_from).expanduser().resolve()
+  folder, source = run.train.init_from, at_home(run.train.init_from).resolve()
   if source == place.parent.resolve():
     raise ConfigError(f"train.init_from={folder!r} is the run itself; give another run's folder")
   if source.is_relative_to(place.resolve()):

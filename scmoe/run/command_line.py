@@ -24,6 +24,7 @@ import scmoe
 import scmoe.base.errors
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import FORM, check_allowed
+from scmoe.base.paths import at_home
 from scmoe.base.renamed import present_name
 from scmoe.base.stored import StoredError, read_text
 from scmoe.blocks.wiring import WIRINGS
@@ -212,7 +213,7 @@ def json_file(text: str) -> Path | None:
   """
   if not text:
     return None
-  path = Path(text).expanduser()
+  path = at_home(text)
   if path.is_dir():
     raise ConfigError(f"--json={text!r} is a folder; give a file")
   if not path.absolute().parent.is_dir():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.paths import at_home
 from scmoe.run.config import RunConfig, from_dict
 from scmoe.run.names import RUN_NAME
 
@@ -34,7 +35,7 @@ def find_config(name: str) -> Path:
   Raises:
     ConfigError: there is no such file.
   """
-  path = Path(name).expanduser()
+  path = at_home(name)
   if "\0" not in name and path.is_file():
     return path
   if RUN_NAME.fullmatch(name) and name in config_names():

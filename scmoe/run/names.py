@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.paths import expanded
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -32,12 +33,13 @@ def check_workdir(text: str) -> Path:
   the names of runs, and a name must not lead out of the intended folder.
 
   Raises:
-    ConfigError: the path is empty or too long, holds '..', is a link, or is not a folder.
+    ConfigError: the path is empty or too long, names an unknown user, holds '..', is a link, or is
+      not a folder.
   """
   shown = f"--workdir={text[:80]!r}"
   if "\0" in text or not text.strip():
     raise ConfigError(f"{shown} is empty or holds a NUL; give a folder such as runs/a")
-  path = Path(text).expanduser()
+  path = expanded(text, "--workdir")
   if ".." in path.parts:
     raise ConfigError(
       f"{shown} holds '..', which could lead a name out of its folder; give the folder itself: "

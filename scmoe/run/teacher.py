@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from scmoe.base.errors import ConfigError, DataError, StorageError
+from scmoe.base.paths import at_home
 from scmoe.base.sizes import number
 from scmoe.base.stored import read_json, write_json
 from scmoe.data import Tokenizer
@@ -107,10 +108,10 @@ def open_teacher(run: RunConfig, workdir: Path, allow_import: Sequence[str] = ()
   path = run.train.teacher
   if not path:
     return None
-  if Path(path).expanduser().resolve() == workdir.resolve():
+  if at_home(path).resolve() == workdir.resolve():
     raise ConfigError(f"train.teacher={path!r} is the run itself; give another run's folder")
   pinned = _pinned(workdir)
-  if (Path(path).expanduser() / MANIFEST).is_file():
+  if (at_home(path) / MANIFEST).is_file():
     folder = InferenceFolder(path, allow_import)
     found = Teacher(
       path, folder.run, folder.step, _digest(folder.checksums), folder.tokenizer, folder

@@ -39,7 +39,10 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
   text = os.fspath(path)
   if not text or "\0" in text or any(len(part) > 255 for part in Path(text).parts):
     raise ConfigError(f"workdir={text[:80]!r} is not a usable path; give a directory name")
-  workdir = Path(text).expanduser().absolute()
+  try:
+    workdir = Path(text).expanduser().absolute()
+  except RuntimeError:  # pathlib's, for ~user
+    raise ConfigError(f"workdir={text!r} names a user that this machine does not have") from None
   for place in (workdir, *workdir.parents):
     # In a folder that may not be searched nothing exists for `os.path`; `Path.exists` would raise.
     if os.path.exists(place) and not os.path.isdir(place):

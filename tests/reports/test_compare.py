@@ -168,8 +168,9 @@ def test_mistakes_are_one_line(tmp_path):
   (tmp_path / "empty").mkdir()
   with pytest.raises(ConfigError, match="'none' is not a run and holds none"):
     command.main(["none"])
-  with pytest.raises(ConfigError, match="is not a run and holds none"):
-    command.main([str(tmp_path / "empty")])
+  for name in (str(tmp_path / "empty"), "~no-such-user/a"):
+    with pytest.raises(ConfigError, match="is not a run and holds none"):
+      command.main([name])
   with pytest.raises(ConfigError, match="no run is given"):
     command.main([])
   run = write_run(tmp_path / "a", losses=[1.0])

@@ -440,6 +440,8 @@ def test_unusable_workdir_is_said_before_anything_runs(tmp_path, mesh8):
   for name in ("", "a\0b", "x" * 300):
     with pytest.raises(ConfigError, match="not a usable path"):
       prepare_workdir(name)
+  with pytest.raises(ConfigError, match="names a user that this machine does not have"):
+    prepare_workdir("~no-such-user/a")
   assert prepare_workdir(tmp_path / "missing" / "parents").is_dir()
   (tmp_path / "run").mkdir()
   (tmp_path / "run" / "checkpoints").write_text("")

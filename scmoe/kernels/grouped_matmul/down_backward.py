@@ -125,8 +125,8 @@ def down_backward_product(
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
   """Returns the weighted activation, and the gradients of pre-activations and of row weights.
 
-  In the letters of the top of this file these are s·A, dH and ds, the last in float32. In tiles
-  that are not in use the results may hold anything.
+  In the letters of the top of this file these are s·A, dH and ds, the last in float32. ds lacks
+  what a bias adds to it, ⟨dY, bias⟩. In tiles that are not in use the results may hold anything.
 
   Args:
     dy_XD: gradient of the weighted output, in the layout or read through `index_R`.

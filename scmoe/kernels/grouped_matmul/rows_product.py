@@ -228,7 +228,7 @@ class _Shape:
 
   @property
   def pair_in_one_group(self) -> bool:
-    """Whether every pair of CTAs shares rhs: a pair's two row tiles are one tile of the layout."""
+    """Whether a pair's two row tiles are always one tile of the layout, and so share rhs."""
     return self.tiling.pair == "rows" and self.divided == 2
 
   def check(self) -> None:

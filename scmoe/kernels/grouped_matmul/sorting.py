@@ -277,7 +277,7 @@ class _Program:
     )
 
   def clear_row(self, row: str, *, only_if: str = "") -> str:
-    """Marks a row that no choice fills (only if `only_if` holds): -1 as its copy and token."""
+    """Marks a row that no choice fills, if `only_if`, where given, holds: -1 as copy and token."""
     return ptx.lines(_store(out, row, "nobody", only_if=only_if) for out in (_COPY, _TOKEN))
 
   def find_group_of_tile(self) -> str:

@@ -289,7 +289,7 @@ class RecomputedExperts(nnx.Module):
   def __call__(self, rows_RD: Array, layout: RowLayout) -> Array:
     """The experts' outputs; the rows, their layout and what is all-gathered stay in memory.
 
-    So the backward pass gathers nothing again.
+    So the backward pass gathers nothing again, except in overflow rounds, which it runs again.
     """
     apply = lambda rows_RD, layout: self.experts(rows_RD, layout)
     return jax.checkpoint(apply, policy=_keeps_gathered)(rows_RD, layout)
@@ -428,7 +428,7 @@ class FFNExperts(Experts):
     return config
 
   def _on_replicas(self, run: Any, rows: Array, weights: FFNWeights, layout: RowLayout) -> Array:
-    """Computes every row on r devices, each with 1/r of the hidden width, and adds the results."""
+    """Computes every row on r devices, each with 1/r of the hidden width they share; adds it up."""
     # Four devices per expert and r = 2: weights are gathered within [0, 1] and within [2, 3], so
     # devices 0 and 1 have one half of the hidden width, 2 and 3 the other. Devices 0 and 2 exchange
     # their rows, and so do 1 and 3: the halves of the two are the whole expert.

@@ -207,7 +207,8 @@ class RouterConfig(Options, path="router"):
 
     The gradient of a balancing loss of the whole step needs the loads of all microbatches.
     """
-    return microbatches > 1 and self.balance_over == "step" and bool(self.balance_loss)
+    has_loss = self.balance != "none" and bool(self.balance_loss)
+    return microbatches > 1 and self.balance_over == "step" and has_loss
 
   def real_share(self, k: int, num_experts: int, zero_experts: int) -> float:
     """The share of the choices that computing experts, not zero experts, are meant to get.

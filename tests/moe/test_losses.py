@@ -155,6 +155,18 @@ def test_parts_of_a_steps_balancing_loss_add_up_to_it(kind):
   np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+  ("changed", "microbatches", "want"),
+  [({}, 2, True), ({}, 1, False), ({"balance_over": "microbatch"}, 2, False),
+   ({"balance_loss": 0.0}, 2, False), ({"balance": "none"}, 2, False)],
+)  # fmt: skip
+def test_only_a_balancing_loss_of_several_microbatches_needs_a_pass_ahead(
+  changed, microbatches, want
+):
+  router = dataclasses.replace(RouterConfig(balance_over="step"), **changed)
+  assert router.looks_ahead(microbatches) is want
+
+
 def test_layers_add_up_and_megablocks_takes_their_mean():
   x, gate, _ = problem()
   layers = [sums_of(x, gate), sums_of(x, -gate)]

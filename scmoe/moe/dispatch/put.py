@@ -1,4 +1,4 @@
-"""The put transport: a kernel writes each row into its expert's tiles, on the GPU that has them.
+"""The put transport: a kernel writes rows into their experts' tiles, on the GPUs that have these.
 
 With `Dropless`, rows are packed into a buffer, the buffers are exchanged, and the experts sort what
 arrives. Here one kernel does the three (`scmoe.kernels.put`): it reads a token and writes it to its

@@ -85,7 +85,7 @@ def evaluate_images(
 def _make_counts(graph: nnx.GraphDef, mesh: Mesh) -> Any:
   """Makes a jitted (params, router, batch) -> the sums in `COUNTED`, over the global batch.
 
-  They are float32 [len(COUNTED)], in the order of `COUNTED`, and the same on all devices.
+  They are an array [len(COUNTED)], in the order of `COUNTED`, and the same on all devices.
   """
 
   def local(params, router, batch):

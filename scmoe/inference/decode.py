@@ -222,9 +222,9 @@ _COMPILED: dict[str, Any] = {
   # keep float32 within a fusion, so the tokens of a bfloat16 model could depend on what XLA fuses.
   # That can change with the batch's size, and with the memory that the experts are in.
   "xla_allow_excess_precision": False,
-  # XLA may have eight asynchronous copies in flight, enough for all matrices of a layer's
-  # feed-forward experts, each of which is one copy. With its default limit of two, XLA waits for
-  # the first copy before it starts the third.
+  # XLA may have eight asynchronous copies in flight, enough for the up, gate and down matrices of a
+  # layer's experts, each of which takes one copy. With its default limit of two, XLA waits for the
+  # first copy before it starts the third.
   "xla_gpu_experimental_parallel_async_compute_limit": 8,
   # Decoding a token takes hundreds of small kernels in one CUDA graph. In serial order each kernel
   # or copy would wait for the one before it; in this mode it waits only for its operands.

@@ -110,7 +110,7 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
   """Makes a jitted (params, router, batch, sizes_V) -> (sums by domain, numbers of choices).
 
   The sums are those in `COUNTED` over each domain's tokens in the global batch, float32 [domains,
-  len(COUNTED)]. The numbers are those of the dropped and of all routing choices, float32 [2].
+  len(COUNTED)]. The numbers are those of the dropped and of all routing choices, an array [2].
   `sizes_V` is the number of bytes of each token id. The results are the same on all devices.
   """
 

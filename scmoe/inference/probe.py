@@ -157,7 +157,7 @@ def probe(
     reading: how this kind of model reads, with the run's router state.
 
   Raises:
-    ConfigError: the wiring has no routed experts, or the batches have no token that counts; or see
+    ConfigError: the model has no routed experts, or the batches have no token that counts; or see
       `reading.begin`.
   """
   listened = Layout(reading.trunks(model))

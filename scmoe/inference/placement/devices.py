@@ -13,7 +13,8 @@ Every device of the expert axis holds E / W experts of each layer. Three objecti
 
 `docs/inference.md` says which of them saves rows in this project's exchange. All three maximise a
 sum over pairs of experts that share a device. Swaps of two experts (or of two groups that stay
-whole) climb to a local maximum, from the present placement and from random ones; the best is taken.
+whole) climb towards a local maximum, from the present placement and from random ones; the best
+result is taken.
 """
 
 from __future__ import annotations

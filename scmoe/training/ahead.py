@@ -57,7 +57,7 @@ class Compilation(NamedTuple):
 
 
 class Ahead:
-  """The compilations of one member; `tick` begins and ends them.
+  """The compilations of one member; `tick` begins them and takes in how they end.
 
   The first member of a turn chooses the mesh to compile for and writes it to
   WORKDIR/elastic/ahead.json, as a plan that nobody trains. The other members that this plan names

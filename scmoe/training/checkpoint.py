@@ -131,7 +131,7 @@ class Checkpointer:
       self.save_pieces(step, *in_pieces(leaves), data_state, meta, sync=True)
     except StorageError as error:
       if not str(error).startswith(self._begins(step)):
-        raise  # the moments' file fails, or what has the step's name stays: a later save fails, too
+        raise  # the moments' file fails, or what has the step's name cannot be renamed
       cause = error.__context__  # the exception whose text ends that of `error`
       self._failed(step, cause if isinstance(cause, Exception) else error)
       return False

@@ -26,7 +26,11 @@ class Batches(Protocol):
     ...
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Goes to a position that `state` returned."""
+    """Goes to a position that `state` returned.
+
+    Raises:
+      DataError: it is no such position.
+    """
     ...
 
 

@@ -91,9 +91,10 @@ class Trainer:
     Raises:
       ConfigError: a setting is unusable or differs from the checkpoint's, or another process uses
         the workdir.
-      DataError: the data ended, are not those of the checkpoint, or metrics.jsonl is unreadable.
+      DataError: the data ended, are not those of the checkpoint, or refuse the position that it
+        stores; or metrics.jsonl is unreadable.
       CheckpointError: there are checkpoints but all are damaged, a later version of scmoe wrote
-        one, or the position in the data that it stores cannot be used.
+        one, or the data fail at the position that it stores.
       StorageError: the workdir cannot be written, too many saves in a row failed, or the file of
         moments (mesh.moments_in=files) cannot be made, read or written.
       NonFiniteError: more than train.max_skipped_in_row steps in a row were skipped (a loss or
@@ -180,8 +181,8 @@ class Run:
     # devices, while the step may have to be run again (`settle`).
     self.pending: tuple[int, Results, Any] | None = None
     self.batch: Batch | None = None
-    # Kinds of work, e.g. "evaluation", to which `arm` has given a limit; later work of such a kind
-    # compiles nothing, unless `arm` is told of an allowance.
+    # Kinds of work, e.g. "evaluation", to which `arm` has given a limit; it assumes that later work
+    # of such a kind compiles nothing, unless it is told of an allowance.
     self.compiled: set[str] = set()
     # Whether the lines that describe the run were printed.
     self.introduced = False

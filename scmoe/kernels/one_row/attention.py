@@ -162,7 +162,7 @@ def _attended(q_RHN: Array, k_BTKN: Array, v_BTKN: Array, *where: Array, shape: 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartialProjections:
-  """Queries, keys and values of one token as partial sums, before the rotary embedding.
+  """Queries, keys and values of one token as partial sums, before the rotary embedding, if any.
 
   Attributes:
     sums_PM: float32, the partial sums (`linear.sums`) of queries, keys and values, in this order.

@@ -346,7 +346,7 @@ class _Cta:
   def add_block(self, seen: _Seen, step: Any, state: Softmax) -> Softmax:
     """Adds a worker's step-th block to its running softmax; begins to copy a later one, if any.
 
-    Every block that is read holds at least one unmasked position, so `new_M` is a real score. The
+    Every block that is added holds at least one unmasked position, so `new_M` is a real score. The
     exception is a sliding window of one token with partial sums, where only the token itself is
     unmasked: `state` already holds the token's score.
     """

@@ -218,7 +218,7 @@ class _Cta:
     return bool(self.shape.window or self.shape.page)
 
   def seen(self) -> _Seen:
-    """What the token sees in the cache, which with partial sums does not hold the token yet."""
+    """The part of the cache that a token sees; with partial sums it lacks the token itself yet."""
     window = self.shape.window
     first = jnp.maximum(self.position - (window - 1), 0) if window else jnp.int32(0)
     round_up = BLOCK - 1 if self.shape.partial else BLOCK

@@ -79,8 +79,9 @@ class Preempted(ScmoeError):
 GAVE_UP_EXIT = 7
 # The watchdog ends the process itself: Python raises no exception inside a stuck collective.
 WATCHDOG_EXIT = 86
+# The status that a shell reports for a process ended by SIGINT.
+INTERRUPTED_EXIT = 130
 _READER_LEFT = 141  # the status that a shell reports for a process ended by SIGPIPE
-_INTERRUPTED = 130  # the same for SIGINT
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -110,4 +111,4 @@ def run_main(main: Callable[[list[str]], None], argv: list[str] | None = None) -
       raise SystemExit(StorageError.code) from None
     except KeyboardInterrupt:
       print("interrupted", file=sys.stderr)
-      raise SystemExit(_INTERRUPTED) from None
+      raise SystemExit(INTERRUPTED_EXIT) from None

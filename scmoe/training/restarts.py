@@ -3,8 +3,9 @@
 The command runs as a child of this process. If the child was killed, crashed, got stuck (exit code
 86) or lost its peers, the command runs again. Exit codes that another start would not mend are
 passed on (`FINAL`): done, wrong configuration or data, no valid checkpoint, a full disk, numbers
-that are not finite, an elastic run without restarts left, asked to stop. After a start that wrote a
-later checkpoint, restarts are counted anew.
+that are not finite, an elastic run without restarts left, asked to stop. So is 130: the user has
+interrupted the command (Ctrl-C) before it could save, or again. After a start that wrote a later
+checkpoint, restarts are counted anew.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scmoe.base.errors import GAVE_UP_EXIT
+from scmoe.base.errors import GAVE_UP_EXIT, INTERRUPTED_EXIT
 from scmoe.base.output import warn
 from scmoe.training.signals import hangups
 
-# Exit codes after which `supervise` does not start the run again; see `scmoe.base.errors` for their
-# meaning. An elastic run goes on after 75 if its members regroup or one of them leaves.
+# Exit codes after which `supervise` does not start the run again, nor after 130; see
+# `scmoe.base.errors` for their meaning. An elastic run goes on after 75 if its members regroup or one of them leaves.
 FINAL = (0, 2, 3, 4, 5, 6, GAVE_UP_EXIT, 75)
 # Most seconds that a restart is put off. Restarts in a row are put off for 1, 2, 4, ... seconds, an
 # elastic run's for 0, 2, 4, ...
@@ -36,10 +37,10 @@ def supervise(
 ) -> int:
   """Runs a command, again and again until it ends for good; returns its last exit code.
 
-  It ends for good with a code of `FINAL`, after a request to stop, or when no restart is left. The
-  code is 128 + N if signal N killed the command. A request to stop is SIGTERM or SIGHUP (unless
-  nohup ignores it), which is passed on to the command. If it comes between two starts, the next
-  start is the last, and gets SIGTERM at once.
+  It ends for good with a code of `FINAL` or 130 (SIGINT), after a request to stop, or when no
+  restart is left. The code is 128 + N if signal N killed the command. A request to stop is SIGTERM
+  or SIGHUP (unless nohup ignores it), which is passed on to the command. If it comes between two
+  starts, the next start is the last, and gets SIGTERM at once.
 
   Args:
     command: program and arguments.
@@ -57,8 +58,8 @@ def supervise(
     if child is not None:
       child.send_signal(number)
 
-  # A terminal sends SIGINT to the child too, which then saves and ends. So this process ignores the
-  # signal, and waits for the child.
+  # A terminal sends SIGINT to the child too, which then ends, saved if it can. So this process
+  # ignores the signal, and waits for the child.
   before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, *hangups())}
   before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
   used = 0
@@ -73,7 +74,7 @@ def supervise(
         child.terminate()
       code = child.wait()
       code = 128 - code if code < 0 else code
-      if code in FINAL or asked:
+      if code in FINAL or code == INTERRUPTED_EXIT or asked:
         return code
       used = 1 if progress() > reached else used + 1
       if used > restarts:

@@ -45,6 +45,8 @@ def child(folder, codes):
     ([-9, 86, 1, 0], 3, 0, 4),
     ([-9, -9, -9, 0], 2, 137, 3),  # 128 + SIGKILL
     ([75, 0], 3, 75, 1),  # asked to stop
+    ([130, 0], 3, 130, 1),  # interrupted by a second Ctrl-C
+    ([-2, 0], 3, 130, 1),  # or before Python had its handler
     ([2, 0], 3, 2, 1),
     ([5, 0], 3, 5, 1),
   ],

@@ -20,8 +20,9 @@ from scmoe.base.errors import GAVE_UP_EXIT, INTERRUPTED_EXIT
 from scmoe.base.output import warn
 from scmoe.training.signals import hangups
 
-# Exit codes after which `supervise` does not start the run again, nor after 130; see
-# `scmoe.base.errors` for their meaning. An elastic run goes on after 75 if its members regroup or one of them leaves.
+# Exit codes after which `supervise` does not start the run again, nor does it after 130; see
+# `scmoe.base.errors` for their meaning. An elastic run goes on after 75 if its members regroup or
+# one of them leaves.
 FINAL = (0, 2, 3, 4, 5, 6, GAVE_UP_EXIT, 75)
 # Most seconds that a restart is put off. Restarts in a row are put off for 1, 2, 4, ... seconds, an
 # elastic run's for 0, 2, 4, ...

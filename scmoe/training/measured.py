@@ -11,9 +11,10 @@ slow link such steps took 181 ms, and 146 ms when no round overflowed (experimen
 
 So the embeddings of tokens, and of the patches of images, are `SPREAD` times as large as a run
 initialises them. What tells tokens apart then outweighs what their sequence adds, and the loads of
-experts come out as even as those of a trained router: the fullest of 16 experts gets 1.2 to 1.4
-times the mean load in every block instead of up to 2.3 times. In a run with a long warm-up the
-timed steps hardly change that: each is step 0, which has the warm-up's smallest learning rate.
+experts come out about as even as those of a trained router: where it was measured, the fullest of
+16 experts got 1.2 to 1.4 times the mean load in every block instead of up to 2.3 times. In a run
+with a long warm-up the timed steps hardly change that: each is step 0, which has the warm-up's
+smallest learning rate.
 """
 
 from __future__ import annotations

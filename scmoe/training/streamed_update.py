@@ -1,4 +1,4 @@
-"""The update of a training step, layer by layer, if the moments lie in the host's memory.
+"""The update by the device, layer by layer, of moments that lie in the host's memory.
 
     layer        0         1         2         3
     arrives   |fetch 0| fetch 1 | fetch 2 | fetch 3 |

@@ -25,8 +25,8 @@ class Variant:
   """The options in which steps of a run may differ; None: as the run is configured.
 
   `top_k` and `capacity_factor` change the result, as does a change between a `transport` that drops
-  choices and one that does not. The others only change when rows are computed, and how and when
-  rows and expert parameters travel between devices.
+  choices and one that does not. The others, which say when rows are computed, and how and when rows
+  and expert parameters travel between devices, change it by rounding at most.
 
   Attributes:
     transport: `dispatch.transport`; `train.tune` takes capacity and packed.

@@ -191,7 +191,8 @@ def figures(arms: dict[str, Arm], plans: dict[str, Any], rate: float, mfu: float
   plan = next(iter(plans.values())).step_needs
   peak = next(iter(arms.values())).built.peak_flops or 1e12
   compute = seconds["device"] if "device" in seconds else plan.flops / (mfu * peak)
-  beside = {name: p.passes.seconds(rate) if p.passes else 0.0 for name, p in plans.items()}
+  passes = {name: p.away.passes if p.away else None for name, p in plans.items()}
+  beside = {name: p.seconds(rate) if p else 0.0 for name, p in passes.items()}
   copies = {
     name: max(beside[name] - compute, 0.0) + (p.away.seconds(rate) if p.away else 0.0)
     for name, p in plans.items()

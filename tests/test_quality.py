@@ -12,6 +12,7 @@ import pytest
 from scmoe import sweep
 from scmoe.base.errors import ConfigError
 from scmoe.reports.studies import read_plan
+from scmoe.run.modality import modality_of
 
 ROOT = Path(__file__).resolve().parents[1]
 QUALITY = ROOT / "experiments/quality"
@@ -120,6 +121,27 @@ def test_a_study_in_pieces(fake, capsys, monkeypatch):
     table.study.call(table.DESIGN, [*argv, "--config.optimizer.learning_rate=0.5"])
   with pytest.raises(ConfigError, match="is no variant; one of: top2, top1"):
     table.study.call(table.DESIGN, [*argv, "--only=top9"])
+
+
+def test_runs_on_another_text_are_refused_before_they_train(fake, monkeypatch):
+  table = load("table1_3_language")
+  monkeypatch.setattr(sweep, "visible_gpus", list)
+  argv = ["--scale=smoke", f"--workdir={fake / 'w'}", f"--out={fake / 'out'}"]
+  study = table.study.call(table.DESIGN, [*argv, "--only=top2"])
+  run = table.study.variant_run(study.plan, "top1", 0).resolve(num_devices=1, vocab_size=257)
+  read = modality_of(run).open_data(run).fingerprint()
+  (piece,) = (fake / "out/runs").iterdir()
+  finished = [json.loads(line) for line in piece.read_text().splitlines()]
+
+  def having_read(data):
+    piece.write_text("".join(json.dumps(one | {"data": data}) + "\n" for one in finished))
+
+  having_read(read | {"documents": 2})
+  with pytest.raises(ConfigError, match=r"has documents \d+, and the finished .* documents 2: "):
+    table.study.call(table.DESIGN, argv)
+  assert len((fake / "w/starts").read_text().splitlines()) == 2
+  having_read(read | {"seed": 7})
+  table.study.check_text(study.plan, table.study.call(table.DESIGN, [*argv, "--table"]), "top1", 0)
 
 
 def test_the_limit_cuts_a_run_which_then_goes_on(fake, capsys, monkeypatch):

@@ -50,13 +50,16 @@ from scmoe.reports.studies import (  # noqa: E402
   read_results,
   result_line,
   runs_of_all,
+  text_of,
   variants_table,
   write_results,
 )
+from scmoe.run import build  # noqa: E402
 from scmoe.run.command_line import HELP, SIMULATE, Flag, help_text, parse  # noqa: E402
 from scmoe.run.config import RunConfig, from_dict, smoke_run, to_dict  # noqa: E402
 from scmoe.run.config_files import find_config, load_config  # noqa: E402
 from scmoe.run.fields import with_field  # noqa: E402
+from scmoe.run.modality import modality_of  # noqa: E402
 from scmoe.training.checkpoint import FOLDER  # noqa: E402
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig  # noqa: E402
 from scmoe.training.workdir import prepare_workdir  # noqa: E402
@@ -221,6 +224,7 @@ def call(design: Design, argv: list[str]) -> Study:
     print("\n".join(f"{variant} seed {seed}" for variant, seed in waiting))
     return study
   if waiting and not values["table"]:
+    check_text(plan, study, *waiting[0])
     prepare_workdir(out / "runs")
     plan.write(out)
     jobs = values["jobs"] or max(1, len(sweep.visible_gpus()))
@@ -243,6 +247,31 @@ def call(design: Design, argv: list[str]) -> Study:
   else:
     print(shown(study))
   return study
+
+
+def check_text(plan: Plan, study: Study, variant: str, seed: int) -> None:
+  """Refuses a run on other data than those of the finished runs: the two could not be paired.
+
+  Args:
+    plan, study: with the finished runs.
+    variant, seed: the run that is to be trained.
+
+  Raises:
+    ConfigError: the data differ.
+    DataError: the data cannot be read.
+  """
+  theirs = next((text_of(result["data"]) for result in study.done.values()), {})
+  if not theirs:
+    return
+  run = variant_run(plan, variant, seed)
+  run = run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
+  here = text_of(modality_of(run).open_data(run).fingerprint())
+  if (name := next((n for n in theirs if here.get(n) != theirs[n]), None)) is not None:
+    raise ConfigError(
+      f"{run.data.path or run.data.source} has {name} {here.get(name)}, and the finished runs read data "
+      f"with {name} {theirs[name]}: they could not be paired; give the data that these read, or "
+      f"move results/runs/{plan.scale}-*.jsonl away to begin anew"
+    )
 
 
 def registered(

@@ -260,7 +260,7 @@ def collected(plan: Plan, results: Iterable[Result]) -> Study:
   text, so results on other text than the first finished run's are left out.
   """
   done: dict[tuple[str, int], Result] = {}
-  failed, other, text = [], [], None
+  failed, other, text = [], [], {}
   wanted, names = set(plan.runs), {plan.digest(name): name for name in plan.variants}
   for found in results:
     key = names.get(found["plan"], ""), found["seed"]
@@ -271,8 +271,8 @@ def collected(plan: Plan, results: Iterable[Result]) -> Study:
     if result["status"] != "done" or number(result["final"].get(plan.metric)) is None:
       failed.append(result)
       continue
-    text = text or _text(result)
-    if _text(result) == text:
+    text = text or text_of(result.get("data", {}))
+    if text_of(result.get("data", {})) == text:
       done[key] = result
     else:
       other.append(result)
@@ -280,11 +280,14 @@ def collected(plan: Plan, results: Iterable[Result]) -> Study:
   return Study(plan, ordered, failed, other)
 
 
-def _text(result: Result) -> str:
-  """The fingerprint of the text, without what depends on the seed or on the number of processes."""
+def text_of(data: Mapping[str, Any]) -> dict[str, Any]:
+  """The part of a fingerprint of data that does not depend on the seed or number of processes.
+
+  Args:
+    data: `fingerprint()` of a run's data, as the object or as read from JSON.
+  """
   own = ("seed", "order", "process_count")
-  kept = {k: v for k, v in result.get("data", {}).items() if k not in own}
-  return json.dumps(kept, sort_keys=True)
+  return json.loads(json.dumps({name: x for name, x in data.items() if name not in own}))
 
 
 def read_study(folder: Path, scale: str) -> Study:

@@ -268,8 +268,8 @@ def check_text(plan: Plan, study: Study, variant: str, seed: int) -> None:
   here = text_of(modality_of(run).open_data(run).fingerprint())
   if (name := next((n for n in theirs if here.get(n) != theirs[n]), None)) is not None:
     raise ConfigError(
-      f"{run.data.path or run.data.source} has {name} {here.get(name)}, and the finished runs read data "
-      f"with {name} {theirs[name]}: they could not be paired; give the data that these read, or "
+      f"{run.data.path or run.data.source} has {name} {here.get(name)}, and the finished runs read "
+      f"data with {name} {theirs[name]}: they could not be paired; give what these read, or "
       f"move results/runs/{plan.scale}-*.jsonl away to begin anew"
     )
 

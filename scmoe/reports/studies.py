@@ -280,14 +280,17 @@ def collected(plan: Plan, results: Iterable[Result]) -> Study:
   return Study(plan, ordered, failed, other)
 
 
-def text_of(data: Mapping[str, Any]) -> dict[str, Any]:
+def text_of(data: Mapping[str, Any]) -> dict[str, str]:
   """The part of a fingerprint of data that does not depend on the seed or number of processes.
 
   Args:
     data: `fingerprint()` of a run's data, as the object or as read from JSON.
+
+  Returns:
+    values by name, as JSON: the object has tuples where JSON has lists.
   """
   own = ("seed", "order", "process_count")
-  return json.loads(json.dumps({name: x for name, x in data.items() if name not in own}))
+  return {name: json.dumps(x, sort_keys=True) for name, x in data.items() if name not in own}
 
 
 def read_study(folder: Path, scale: str) -> Study:

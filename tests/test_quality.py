@@ -11,7 +11,7 @@ import pytest
 
 from scmoe import sweep
 from scmoe.base.errors import ConfigError
-from scmoe.reports.studies import read_plan
+from scmoe.reports.studies import read_plan, read_results
 from scmoe.run.modality import modality_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,7 +141,15 @@ def test_runs_on_another_text_are_refused_before_they_train(fake, monkeypatch):
     table.study.call(table.DESIGN, argv)
   assert len((fake / "w/starts").read_text().splitlines()) == 2
   having_read(read | {"seed": 7})
-  table.study.check_text(study.plan, table.study.call(table.DESIGN, [*argv, "--table"]), "top1", 0)
+  own = read_results([fake / "out/runs"], "smoke")
+  others = [one | {"study": "table4"} for one in own]
+  strange = [one | {"data": read | {"documents": 2}} for one in others]
+  kept = table.study.of_one_text(study.plan, [*own, *others, *strange], "top1", 0)
+  assert kept == [*own, *others]
+  with pytest.raises(ConfigError, match="could not be paired"):
+    table.study.of_one_text(
+      study.plan, [{**own[0], **strange[0], "study": own[0]["study"]}], "top1", 0
+    )
 
 
 def test_the_limit_cuts_a_run_which_then_goes_on(fake, capsys, monkeypatch):

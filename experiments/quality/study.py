@@ -219,12 +219,14 @@ def call(design: Design, argv: list[str]) -> Study:
   known = read_results(dict.fromkeys(folders), scale)
   wanted = _variants(plan, values["only"])
   study = collected(plan, known)
-  waiting = [key for key in plan.runs if key not in study.done and key[0] in wanted]
+  missing = lambda study: [k for k in plan.runs if k not in study.done and k[0] in wanted]
+  waiting = missing(study)
   if values["dry_run"]:
     print("\n".join(f"{variant} seed {seed}" for variant, seed in waiting))
     return study
   if waiting and not values["table"]:
-    check_text(plan, study, *waiting[0])
+    known = of_one_text(plan, known, *waiting[0])
+    waiting = missing(collected(plan, known))
     prepare_workdir(out / "runs")
     plan.write(out)
     jobs = values["jobs"] or max(1, len(sweep.visible_gpus()))
@@ -249,29 +251,32 @@ def call(design: Design, argv: list[str]) -> Study:
   return study
 
 
-def check_text(plan: Plan, study: Study, variant: str, seed: int) -> None:
-  """Refuses a run on other data than those of the finished runs: the two could not be paired.
+def of_one_text(plan: Plan, known: list[Result], variant: str, seed: int) -> list[Result]:
+  """The results that read the text which is here; those of other studies that did not are left out.
 
   Args:
-    plan, study: with the finished runs.
+    plan: of the study.
+    known: results, of this study and of others.
     variant, seed: the run that is to be trained.
 
   Raises:
-    ConfigError: the data differ.
+    ConfigError: a finished run of this study read other data: runs could not be paired with it.
     DataError: the data cannot be read.
   """
-  theirs = next((text_of(result["data"]) for result in study.done.values()), {})
-  if not theirs:
-    return
+  if not any(result["data"] for result in known):
+    return known
   run = variant_run(plan, variant, seed)
   run = run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
   here = text_of(modality_of(run).open_data(run).fingerprint())
+  own = (result for result in collected(plan, known).done.values() if result["study"] == plan.study)
+  theirs = next((text_of(result["data"]) for result in own), {})
   if (name := next((n for n in theirs if here.get(n) != theirs[n]), None)) is not None:
     raise ConfigError(
       f"{run.data.path or run.data.source} has {name} {here.get(name)}, and the finished runs read "
       f"data with {name} {theirs[name]}: they could not be paired; give what these read, or "
       f"move results/runs/{plan.scale}-*.jsonl away to begin anew"
     )
+  return [r for r in known if r["study"] == plan.study or text_of(r["data"]) == here]
 
 
 def registered(

@@ -257,24 +257,28 @@ def collected(plan: Plan, results: Iterable[Result]) -> Study:
 
   A result belongs to the variant whose configuration it has, whichever study trained it: several
   studies compare with top2, and one run serves all. Runs can be paired only if they read the same
-  text, so results on other text than the first finished run's are left out.
+  text, so results on other text than the study's first finished run are left out; while it has
+  none, than the first finished run of another study.
   """
-  done: dict[tuple[str, int], Result] = {}
-  failed, other, text = [], [], {}
+  found, failed, other = [], [], []
   wanted, names = set(plan.runs), {plan.digest(name): name for name in plan.variants}
-  for found in results:
-    key = names.get(found["plan"], ""), found["seed"]
+  for result in results:
+    key = names.get(result["plan"], ""), result["seed"]
     if key not in wanted:
-      other += [found] if found["study"] == plan.study else []
+      other += [result] if result["study"] == plan.study else []
       continue
-    result = {**found, "variant": key[0]}
+    result = {**result, "variant": key[0]}
     if result["status"] != "done" or number(result["final"].get(plan.metric)) is None:
       failed.append(result)
-      continue
-    text = text or text_of(result.get("data", {}))
-    if text_of(result.get("data", {})) == text:
-      done[key] = result
     else:
+      found.append(result)
+  own = [result for result in found if result["study"] == plan.study]
+  text = text_of((own or found)[0].get("data", {})) if found else {}
+  done = {}
+  for result in found:
+    if text_of(result.get("data", {})) == text:
+      done[result["variant"], result["seed"]] = result
+    elif result["study"] == plan.study:
       other.append(result)
   ordered = {key: done[key] for key in plan.runs if key in done}
   return Study(plan, ordered, failed, other)

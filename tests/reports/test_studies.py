@@ -117,6 +117,15 @@ def test_what_does_not_belong_is_left_out():
   assert "3 results of another configuration or other text are left out" in said
 
 
+def test_the_study_s_own_text_counts():
+  """A run of another study, finished earlier on another text, does not put out the study's own."""
+  early = result("pos2", 2, 9.0, digest="another text") | {"study": "mixing"}
+  study = collected(PLAN, [early, *GOOD])
+  assert study.values("pos2") == {0: 3.001, 1: 3.1, 2: 3.199}
+  assert not study.other
+  assert collected(PLAN, [early]).values("pos2") == {2: 9.0}
+
+
 def test_a_run_serves_every_study_that_has_its_configuration(tmp_path):
   """Whatever the other study calls the variant; its own variants are not counted as strangers."""
   other = dataclasses.replace(

@@ -42,7 +42,7 @@ DESIGN = study.Design(
   ),
   seeds={
     "smoke": 2,
-    "cpu": 3,
+    "cpu": 2,
     "gpu": {
       **dict.fromkeys(("top2", "dgmoe", "scmoe_pos2"), 5),
       **dict.fromkeys(

@@ -35,7 +35,7 @@ keep() {
     wait "$step"; code=$?
     [ "$code" -gt 128 ] && { wait "$step"; code=$?; }
     step=""
-    case $code in 0|2|3|4|5|6|7|75) return "$code";; esac
+    case $code in 0|2|3|4|5|6|7|75|130) return "$code";; esac
     [ -n "$told" ] && return "$code"
     sleep 30 & step=$!  # in the background: bash runs a trap only once a command in front has ended
     [ -n "$told" ] || wait "$step"

@@ -16,6 +16,7 @@ in scmoe.
 | 69   | no device, or no other process, can be reached     |
 | 75   | preempted and saved: run the same command again    |
 | 86   | watchdog: a step or a collective is stuck          |
+| 130  | interrupted (Ctrl-C) before it could save          |
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The command runs as a child of this process. If the child was killed, crashed, got stuck (exit code
 86) or lost its peers, the command runs again. Exit codes that another start would not mend are
 passed on (`FINAL`): done, wrong configuration or data, no valid checkpoint, a full disk, numbers
-that are not finite, an elastic run without restarts left, asked to stop. So is 130: the user has
+that are not finite, an elastic run without restarts left, asked to stop, and 130: the user has
 interrupted the command (Ctrl-C) before it could save, or again. After a start that wrote a later
 checkpoint, restarts are counted anew.
 """
@@ -20,10 +20,9 @@ from scmoe.base.errors import GAVE_UP_EXIT, INTERRUPTED_EXIT
 from scmoe.base.output import warn
 from scmoe.training.signals import hangups
 
-# Exit codes after which `supervise` does not start the run again, nor does it after 130; see
-# `scmoe.base.errors` for their meaning. An elastic run goes on after 75 if its members regroup or
-# one of them leaves.
-FINAL = (0, 2, 3, 4, 5, 6, GAVE_UP_EXIT, 75)
+# Exit codes after which the run is not started again; see `scmoe.base.errors` for their meaning. An
+# elastic run goes on after 75 if its members regroup or one of them leaves.
+FINAL = (0, 2, 3, 4, 5, 6, GAVE_UP_EXIT, 75, INTERRUPTED_EXIT)
 # Most seconds that a restart is put off. Restarts in a row are put off for 1, 2, 4, ... seconds, an
 # elastic run's for 0, 2, 4, ...
 LONGEST_WAIT = 60.0
@@ -38,8 +37,7 @@ def supervise(
 ) -> int:
   """Runs a command, again and again until it ends for good; returns its last exit code.
 
-  It ends for good with a code of `FINAL` or 130 (SIGINT), after a request to stop, or when no
-  restart is left. The code is 128 + N if signal N killed the command. A request to stop is SIGTERM
+  It ends for good with a code of `FINAL`, after a request to stop, or when no restart is left. The code is 128 + N if signal N killed the command. A request to stop is SIGTERM
   or SIGHUP (unless nohup ignores it), which is passed on to the command. If it comes between two
   starts, the next start is the last, and gets SIGTERM at once.
 
@@ -75,7 +73,7 @@ def supervise(
         child.terminate()
       code = child.wait()
       code = 128 - code if code < 0 else code
-      if code in FINAL or code == INTERRUPTED_EXIT or asked:
+      if code in FINAL or asked:
         return code
       used = 1 if progress() > reached else used + 1
       if used > restarts:

@@ -195,7 +195,7 @@ def test_a_command_that_crashes_when_it_is_asked_to_save_is_noticed(site):
   assert sorted(site.training) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 6, 7, 75])
+@pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 6, 7, 75, 130])
 def test_what_a_restart_would_not_mend_ends_all(site, code):
   """75 without a request of ours: somebody stopped the commands, or `train.stop_after` did."""
   site.end(code)
@@ -203,11 +203,13 @@ def test_what_a_restart_would_not_mend_ends_all(site, code):
   assert site.codes == dict.fromkeys(range(4), code)
 
 
-def test_one_that_ends_for_good_ends_those_that_lost_it(site):
-  site.end(2, 1)
+@pytest.mark.parametrize(("ended", "code"), [(2, 2), (-2, 130)])
+def test_one_that_ends_for_good_ends_those_that_lost_it(site, ended, code):
+  """2: its configuration cannot be used. -2: the user has interrupted it (SIGINT)."""
+  site.end(ended, 1)
   site.end(134, 0, 2, 3)
   site.passes(3)
-  assert site.codes == dict.fromkeys(range(4), 2)
+  assert site.codes == dict.fromkeys(range(4), code)
 
 
 def test_a_spare_waits_and_ends_with_the_run(tmp_path):

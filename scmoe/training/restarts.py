@@ -37,9 +37,10 @@ def supervise(
 ) -> int:
   """Runs a command, again and again until it ends for good; returns its last exit code.
 
-  It ends for good with a code of `FINAL`, after a request to stop, or when no restart is left. The code is 128 + N if signal N killed the command. A request to stop is SIGTERM
-  or SIGHUP (unless nohup ignores it), which is passed on to the command. If it comes between two
-  starts, the next start is the last, and gets SIGTERM at once.
+  It ends for good with a code of `FINAL`, after a request to stop, or when no restart is left. The
+  code is 128 + N if signal N killed the command. A request to stop is SIGTERM or SIGHUP (unless
+  nohup ignores it), which is passed on to the command. If it comes between two starts, the next
+  start is the last, and gets SIGTERM at once.
 
   Args:
     command: program and arguments.

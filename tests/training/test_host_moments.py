@@ -33,7 +33,7 @@ from scmoe.run import host_memory as host_memory_module
 from scmoe.run import summary
 from scmoe.run.dry_run import dry_run
 from scmoe.run.host_memory import Away, away, check_host_memory
-from scmoe.training import fingerprint
+from scmoe.training import fingerprint, streamed_update
 from scmoe.training import kept as kept_module
 from scmoe.training.fingerprint import survey
 from scmoe.training.host_arrays import lies_on_host
@@ -49,8 +49,9 @@ MICROBATCHES = [ROWS, night(ROWS // 2)]
 
 @pytest.mark.parametrize("rows", MICROBATCHES)
 @pytest.mark.parametrize("place", ["host", "part"])
-def test_the_steps_are_the_same_bit_for_bit(place, rows):
-  """With clipping, a skipped step, an average and moments that ranks share."""
+def test_the_steps_are_the_same_bit_for_bit(place, rows, monkeypatch):
+  """With clipping, a skipped step, an average, moments that ranks share, small and large arrays."""
+  monkeypatch.setattr(streamed_update, "SMALL", 1024)
   own, state, good = stepped(place, rows=rows)
   _, want, same = stepped("device", rows=rows)
   assert good == same == [number != BAD for number in range(STEPS)]
@@ -246,9 +247,14 @@ def region(jaxpr):
   return getattr(inner, "jaxpr", inner).eqns
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_fetch_waits_for_the_store_of_the_layer_before_it(ahead):
-  """The fetch of layer i waits for the stores of layers up to i - 1 - ahead, and of no other."""
+@pytest.mark.parametrize(("ahead", "pairwise"), [(0, False), (1, False), (1, True)])
+def test_a_fetch_waits_for_the_store_of_the_layer_before_it(ahead, pairwise, monkeypatch):
+  """The fetch of layer i waits for the stores of layers up to i - 1 - ahead.
+
+  The fetch of a large array waits for the stores of the arrays before it, too, in the layer that
+  leaves meanwhile.
+  """
+  monkeypatch.setattr(streamed_update, "SMALL", 1 if pairwise else 2**24)
   own = built("host", ahead)
   abstract = own.abstract_state()
   step = make_train_step(own.objective, own.optimizer, abstract)
@@ -266,12 +272,17 @@ def test_a_fetch_waits_for_the_store_of_the_layer_before_it(ahead):
       elif spaces == [device, host]:
         waits |= {number}
     before |= {id(v): waits for v in equation.outvars}
-  entries = jax.tree.leaves((abstract.params, abstract.opt_state), is_leaf=is_apart)
-  beside = sum(lies_on_host(x) for x in entries)
-  arrays = [beside, *[sum(map(is_apart, entries))] * MODEL.num_layers]
+  state = {"params": abstract.params, "opt_state": abstract.opt_state}
+  entries = jax.tree.leaves(state, is_leaf=is_apart)
+  slots = ["" if lies_on_host(x) else "stack" if is_apart(x) else None for x in entries]
+  layers = ["", *["stack"] * MODEL.num_layers]
   want = Counter()
-  for i, count in enumerate(arrays):
-    want[sum(arrays[: max(0, i - ahead)])] += count
+  for i, layer in enumerate(layers):
+    done = sum(slots.count(earlier) for earlier in layers[: max(0, i - ahead)])
+    for slot, stack in enumerate(slots):
+      if stack == layer:
+        earlier = slots[:slot].count(layers[i - ahead]) if pairwise and i >= ahead else 0
+        want[done + earlier] += 1
   assert copies == want
 
 

@@ -11,7 +11,8 @@ decides which all students get. Then every way of learning trains every start on
 teacher's tokens, once a seed. Each run is a process of `python -m scmoe.train`; `--jobs 4` trains
 four students at a time, each on a GPU of its own. What the limit cuts off saves, and the same
 command goes on from there; runs whose result is written are not trained again. What stands behind
--- goes to the teacher's training, and by its configuration to that of all students.
+-- goes to the teacher's training, and by its configuration to that of all students; with --times to
+the commands that time them.
 """
 
 from __future__ import annotations
@@ -350,6 +351,7 @@ class Study:
     path = self.folder / "start-scmoe_pos2" / "config.json"
     context = json.loads(path.read_text("utf-8"))["model"]["context"]
     given = [f"--config_json={path}", "--config.mesh.data=1", "--config.mesh.expert=2", wirings]
+    given += self.rest
     self.call(["scmoe.profile", *given, f"--workdir={self.folder / 'profile'}"])
     sizes = ["--batch=8", f"--prompt_tokens={context // 2}", "--max_new_tokens=8", "--rounds=9"]
     self.call(["scmoe.generate", "--benchmark", *given, *sizes])
@@ -416,7 +418,7 @@ def main() -> None:
   flags.add_argument("--table", action="store_true", help="print the table, train nothing")
   flags.add_argument("--starts", action="store_true", help="teacher and starts, no students")
   flags.add_argument("--times", action="store_true", help="time the wirings on two devices instead")
-  flags.add_argument("rest", nargs="*", help="further flags of the teacher's scmoe.train")
+  flags.add_argument("rest", nargs="*", help="further flags of the training or of --times")
   given = flags.parse_args()
   folder = (given.workdir or ROOT / "runs" / "upcycle" / given.scale).resolve()
   deadline = math.inf

@@ -33,7 +33,7 @@ from jax import Array
 from scmoe.blocks.pair import BlockPair
 from scmoe.blocks.walk import Context, begin
 from scmoe.blocks.wiring import Tap
-from scmoe.models.gradient_totals import GradientTotal, ready
+from scmoe.models.gradient_totals import GradientTotal, Turn, ready, ready_in_turn
 from scmoe.moe.experts import OnDevice
 from scmoe.parallel.shares import is_share
 
@@ -90,26 +90,31 @@ class Split:
     following: tuple[Early, PyTree] | None,
     graph: Any,
     contexts: Sequence[Context],
-  ) -> tuple[list[PyTree], Sequence[tuple[BlockPair, Context] | None]]:
+    turn: Turn | None = None,
+  ) -> tuple[list[PyTree], Sequence[tuple[BlockPair, Context] | None], Turn | None]:
     """For each batch, a pair's parameters and the argument `following` of its `PairWalk`.
 
+    The third result is the turn of the next pair.
+
     Args:
-      read: result of `parts` for the pair; this method calls `ready` for the rest.
+      read: result of `parts` for the pair; this method calls `ready_in_turn` for the rest.
       following: the next pair's early parameters, and its (keys of each batch, bias); None: no pair
         follows.
       graph: a pair's graph definition.
       contexts: one per batch.
+      turn: this pair's; None: no pair adds in place.
     """
-    early, rest = read[0], ready(*read[1])
+    early = read[0]
+    rest, turn = ready_in_turn(*read[1], turn)
     own = list(map(self.joined, early, rest))
     if following is None:
-      return own, [None] * len(own)
+      return own, [None] * len(own), turn
     next_early, (keys, bias_E) = following
     # The next pair, to run its gate and norms: its early parameters with the rest of this pair's,
     # which is not read and only fills the tree.
     pairs = [nnx.merge(graph, params) for params in map(self.joined, next_early, rest)]
     there = [dataclasses.replace(c, keys=key, bias_E=bias_E) for c, key in zip(contexts, keys)]
-    return own, list(zip(pairs, there))
+    return own, list(zip(pairs, there)), turn
 
   def joined(self, early: Sequence[Any], rest: Sequence[Any]) -> PyTree:
     """The tree of one pair's parameters for one batch, from the lists of both parts."""
@@ -152,7 +157,7 @@ def enter_scan(
   """The carry before a scan over pairs: route and dispatch of the first pair have run.
 
   Args:
-    carry: (number of pairs before, (h_BSD, handed_BSD, None) of each batch).
+    carry: (number of pairs before, (h_BSD, handed_BSD, None) of each batch, turn).
     split: the split of the pairs' parameters.
     graph: a pair's graph definition.
     contexts: one per batch.
@@ -160,9 +165,9 @@ def enter_scan(
     others: keys of each batch and bias, for all pairs of the scan.
 
   Returns:
-    The carry, (number of pairs before, (h_BSD, None, `Begun`) of each batch).
+    The carry, (number of pairs before, (h_BSD, None, `Begun`) of each batch, turn).
   """
-  before, values = carry
+  before, values, turn = carry
   (early, (rest, _)), (keys, bias_E) = jax.tree.map(lambda x: x[0], (read, others))
   begun = []
   for own, (h_BSD, handed_BSD, _), context, key in zip(
@@ -173,7 +178,7 @@ def enter_scan(
     handed_BSD = jnp.where(before == 0, start_BSD, handed_BSD)
     here = dataclasses.replace(context, keys=key, bias_E=bias_E)
     begun.append((h_BSD, None, begin(pair, here, handed_BSD)))
-  return before, begun
+  return before, begun, turn
 
 
 def leave_scan(carry: Any) -> Any:
@@ -182,5 +187,5 @@ def leave_scan(carry: Any) -> Any:
   After a run of pairs the trunk ends, or dense layers follow, which read no value that is handed
   over. So zeros replace the value handed over.
   """
-  before, values = carry
-  return before, [(h_BSD, jnp.zeros_like(h_BSD), None) for h_BSD, _, _ in values]
+  before, values, turn = carry
+  return before, [(h_BSD, jnp.zeros_like(h_BSD), None) for h_BSD, _, _ in values], turn

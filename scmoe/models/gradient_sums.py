@@ -21,7 +21,9 @@ Why so:
   compute the gradients of the layers that are still to come. Only the sum of layer 1, the last one,
   has no computation beside it (SE-MoE's fused slices, arXiv 2205.10034).
 - Totals are float32, because a bfloat16 total of many microbatches would round small addends away.
-- The kernel that makes a gradient adds it to the total: no copy of all gradients is written.
+- The kernel that makes a gradient adds it to the total: no copy of all gradients is written. A scan
+  over layers hands the totals from layer to layer, so that each adds in place (`Turn` of
+  `scmoe.models.gradient_totals`).
 
 The loss of a step is a sum over all its tokens, divided once by the number of these tokens. The
 number follows from the batch alone (`Losses.counts`), so it is known before the first microbatch,

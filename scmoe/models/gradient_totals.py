@@ -5,9 +5,17 @@ to a total* is the total plus the parameter's gradient. `scmoe.models.gradient_s
 with respect to the totals, and says why there are some.
 
 Parameters pass through this module, with their totals, before a model reads them. `run_trunks`
-hands the stack of pairs to `added_by_scan` or `added_by_layer`, and each pair's own parameters to
-`ready`: it calls `added`, and gathers what data ranks share. The objective hands all other
-parameters to `ready_beside_pairs`. Adapters, which are small, pass through `added` together.
+hands the totals of the stack of pairs to `added_by_scan`, or the stack to `added_by_layer`, and
+each pair's own parameters to `ready` or, in a scan, to `ready_in_turn`: they call `added`, and
+gather what data ranks share. The objective hands all other parameters to `ready_beside_pairs`.
+Adapters, which are small, pass through `added` together.
+
+A scan's layers add to their totals in place (`Turn`). If each layer read its total from one stack,
+and the scan stacked the new totals, as scans do with inputs and results, memory would hold both
+stacks: a second float32 copy of all gradients, and a third one in a loop over groups. So the totals
+do not enter the scan in the forward pass. They are the gradient with which the backward pass begins
+(`all_added`): it carries them from the last layer to the first, each layer replaces its slice, and
+they leave as the gradient of what the scan began with (`added_by_scan`).
 """
 
 from __future__ import annotations
@@ -95,18 +103,44 @@ def added(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
     totals: a tree like one copy, of `GradientTotal`s; None for a parameter whose gradient is taken
       as usual, or in place of the whole tree.
   """
+  return _added_in_turn(copies, totals, None)[0]
+
+
+def _added_in_turn(
+  copies: Sequence[PyTree], totals: PyTree, turn: Turn | None
+) -> tuple[list[PyTree], Turn | None]:
   found = _total_leaves(totals)
   here = [i for i, total in enumerate(found) if total is not None]
   if not here:
-    return list(copies)
+    return list(copies), turn
   one = lambda x: is_elsewhere(x) or is_apart(x)
   leaves, structures = zip(*(jax.tree.flatten(own, is_leaf=one) for own in copies))
   assert all(len(own) == len(found) for own in leaves), "the totals are those of other parameters"
-  picked: Any = _added([[own[i] for i in here] for own in leaves], [found[i] for i in here])
+  given = [[own[i] for i in here] for own in leaves], [found[i] for i in here]
+  if turn is None:
+    picked, _ = _added(*given, [None] * len(here), None)  # pyright: ignore
+  else:
+    picked, stacks = _added(*given, turn.stacks, turn.layer)  # pyright: ignore
+    turn = Turn(stacks, turn.layer + 1)
   for own, replaced in zip(leaves, picked):
     for i, leaf in zip(here, replaced):
       own[i] = leaf
-  return [jax.tree.unflatten(tree, own) for tree, own in zip(structures, leaves)]
+  return [jax.tree.unflatten(tree, own) for tree, own in zip(structures, leaves)], turn
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Turn:
+  """What the layers of a scan hand on, so that each adds in place to the totals of all layers.
+
+  Attributes:
+    stacks: for each total of a layer an array [L, ...] of zeros, which nothing reads; its gradient
+      is the total of all layers. None for a total that the layer gets by itself.
+    layer: number of the layer whose turn it is, int32 [].
+  """
+
+  stacks: list[Array | None]
+  layer: Array
 
 
 def ready(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
@@ -115,7 +149,21 @@ def ready(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
   Args:
     copies, totals: as of `added`.
   """
-  return _all_gathered(added(copies, totals), lambda _: True)
+  return ready_in_turn(copies, totals, None)[0]
+
+
+def ready_in_turn(
+  copies: Sequence[PyTree], totals: PyTree, turn: Turn | None
+) -> tuple[list[PyTree], Turn | None]:
+  """`ready` for a layer of a scan, and the turn of the next layer.
+
+  Args:
+    copies: as of `added`.
+    totals: this layer's, from `added_by_scan`; None: this layer has none, and the turn stays.
+    turn: from `added_by_scan` or the layer before.
+  """
+  own, turn = _added_in_turn(copies, totals, turn)
+  return _all_gathered(own, lambda _: True), turn
 
 
 def ready_beside_pairs(copies: Sequence[PyTree], totals: PyTree = None) -> list[PyTree]:
@@ -150,20 +198,44 @@ def _all_gathered(copies: Sequence[PyTree], wanted: Callable[[Any], bool]) -> li
   return results
 
 
-def added_by_scan(copies: Sequence[PyTree], totals: PyTree) -> tuple[list[PyTree], PyTree]:
-  """(copies, totals) of a stack of layers for a scan, whose body calls `added` with its slices.
+def added_by_scan(totals: PyTree) -> tuple[PyTree, Turn | None]:
+  """The totals of a stack of layers for a scan, whose body calls `ready_in_turn` with its slices.
 
-  Before the last group the scan stacks the layers' gradients, and this function adds the stack to
-  the totals: the body gets None for totals. In the last group the body adds its own layer's
-  gradients, so that their sum over devices starts there. If data ranks share parameters, the body
-  adds in every group, because it gathers the shares and scatters their gradients.
+  So each layer adds its own gradients: its sum over devices, or the scatter of shares, starts
+  there. The totals to which layers add in place have None for `value`. The others are those that no
+  group was added to yet, and those that a rank keeps only a share of (`GradientTotal.into`).
 
   Args:
-    copies, totals: see `added`; leaves [L, ...].
+    totals: see `added`; leaves [L, ...].
+
+  Returns:
+    The totals, and the turn of the first layer. It is None if no layer adds in place; else the
+    results of the scan must pass through `all_added`, with the turn after the last layer.
   """
-  if _before_last(totals) and not elsewhere_in(copies[0]):
-    return added(copies, totals), None
-  return list(copies), totals
+  found = _total_leaves(totals)
+  if not any(map(_in_place, found)):
+    return totals, None
+  stacks: Any = _begun([total if _in_place(total) else None for total in found])
+  stacks = [stack for stack, total in zip(stacks, found, strict=True) if total is not None]
+  rest = [dataclasses.replace(x, value=None) if x and _in_place(x) else x for x in found]
+  structure = jax.tree.structure(totals, is_leaf=lambda leaf: leaf is None or is_total(leaf))
+  return jax.tree.unflatten(structure, rest), Turn(stacks, jnp.zeros((), jnp.int32))
+
+
+def all_added(values: PyTree, turn: Turn, totals: PyTree) -> PyTree:
+  """Returns `values`; their gradients begin a backward pass that adds to `totals` in place.
+
+  Args:
+    values: results of a scan, which the loss reads.
+    turn: after the scan's last layer.
+    totals: the argument of `added_by_scan`.
+  """
+  found = [total for total in _total_leaves(totals) if total is not None]
+  return _ended(values, turn.stacks, [x if _in_place(x) else None for x in found])
+
+
+def _in_place(total: GradientTotal | None) -> bool:
+  return total is not None and not total.empty and total.into is None
 
 
 def added_by_layer(
@@ -236,25 +308,61 @@ def _before_last(totals: PyTree) -> bool:
 
 
 @jax.custom_vjp
-def _added(copies: list[list[Any]], totals: list[GradientTotal]) -> list[list[Array]]:
-  return _all_gathered(copies, lambda _: True)
+def _begun(totals: list[GradientTotal | None]) -> list[Array | None]:
+  return [None if total is None else jnp.zeros_like(total.value) for total in totals]
 
 
-def _added_fwd(copies, totals):
+def _begun_fwd(totals):
+  bare = [total and dataclasses.replace(total, value=None) for total in totals]
+  return _begun(totals), bare
+
+
+def _begun_bwd(bare, bars):
+  return ([x and dataclasses.replace(x, value=bar) for x, bar in zip(bare, bars)],)
+
+
+_begun.defvjp(_begun_fwd, _begun_bwd)
+
+
+@jax.custom_vjp
+def _ended(values: PyTree, stacks: list[Any], totals: list[GradientTotal | None]) -> PyTree:
+  del stacks, totals
+  return values
+
+
+_ended.defvjp(
+  lambda values, stacks, totals: (values, [total and total.value for total in totals]),
+  lambda totals, bars: (bars, totals, None),
+)
+
+
+@jax.custom_vjp
+def _added(
+  copies: list[list[Any]],
+  totals: list[GradientTotal],
+  stacks: list[Array | None],
+  layer: Array | None,
+) -> tuple[list[list[Array]], list[Array | None]]:
+  del layer
+  return _all_gathered(copies, lambda _: True), stacks
+
+
+def _added_fwd(copies, totals, stacks, layer):
   unread = lambda total: dataclasses.replace(total, value=None) if total.empty else total
   divided_at = [Share(None, x.dimension if is_share(x) else WHOLE) for x in copies[0]]
   # This does not call `_added`: policies of rematerialisation could not see the gathers inside it.
   whole = _all_gathered(copies, lambda _: True)
-  return whole, (divided_at, [unread(total) for total in totals])
+  return (whole, stacks), (divided_at, [unread(total) for total in totals], layer)
 
 
 def _added_bwd(kept, bars):
-  divided_at, totals = kept
+  divided_at, totals, layer = kept
+  bars, stacks = bars
   with jax.named_scope("gradients" if any(total.last for total in totals) else "accumulate"):
     wide = [
       [bar.astype(jnp.promote_types(bar.dtype, jnp.float32)) for bar in copy] for copy in bars
     ]
-    values, bars = _old_values(totals, bars)
+    values, bars = _old_values(totals, bars, stacks, layer)
     here = [i for i, divided in enumerate(divided_at) if divided.dimension != WHOLE]
     addends = [functools.reduce(jnp.add, [copy[i] for copy in wide]) for i in here]
     dimensions = [divided_at[i].dimension for i in here]
@@ -263,15 +371,32 @@ def _added_bwd(kept, bars):
     for copy in wide:
       for i in set(range(len(totals))) - set(here):
         values[i] = copy[i] if values[i] is None else values[i] + copy[i]
-    return None, _reduced(totals, values)
+    return None, *_replaced(stacks, layer, _reduced(totals, values)), None
 
 
-def _old_values(totals: list[GradientTotal], bars: Any) -> tuple[list[Array], Any]:
+def _replaced(
+  stacks: list[Array | None], layer: Array | None, made: list[GradientTotal]
+) -> tuple[list[GradientTotal], list[Array | None]]:
+  """(new totals, stacks): a layer's new total takes its place in its stack, if there is one."""
+  found = list(stacks)
+  for i, stack in enumerate(stacks):
+    if stack is not None:
+      found[i] = jax.lax.dynamic_update_index_in_dim(stack, made[i].value, layer, 0)
+      made[i] = dataclasses.replace(made[i], value=None)
+  return made, found
+
+
+def _old_values(
+  totals: list[GradientTotal], bars: Any, stacks: list[Array | None], layer: Array | None
+) -> tuple[list[Array], Any]:
   """Values of totals on the device, and `bars`.
 
   A total in the host's memory is fetched when the layer's gradients `bars` are made, not before.
   """
   values = [total.value for total in totals]
+  for i, stack in enumerate(stacks):
+    if stack is not None:
+      values[i] = jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
   away = [i for i, x in enumerate(totals) if x.squares is not None and x.value is not None]
   if away:
     there, bars = barrier(([values[i] for i in away], bars))

@@ -27,7 +27,13 @@ from scmoe.blocks.wiring import Tap
 from scmoe.models.ahead import Split, enter_scan, leave_scan, next_of, sends_ahead
 from scmoe.models.config import ModelConfig
 from scmoe.models.fetched import elsewhere_in, is_in_host_memory
-from scmoe.models.gradient_totals import added_by_layer, added_by_scan, large_layers_apart, ready
+from scmoe.models.gradient_totals import (
+  added_by_layer,
+  added_by_scan,
+  all_added,
+  large_layers_apart,
+  ready_in_turn,
+)
 from scmoe.models.regather import OneAhead
 from scmoe.models.rematerialisation import rematerialised
 from scmoe.models.stacked import each_layer, is_apart, split_layers, stack_outputs, stacked
@@ -304,11 +310,12 @@ def run_trunks(route: Route) -> list[Output]:
 
     def stage(carry, xs, graph=graph, contexts=contexts, split: Split | None = None, opens=False):
       read, (caches, kept, keys, bias_E), following = xs
+      before, values, turn = carry  # the number of pairs before this one
       if split is None:
-        params, nexts = ready(*read), [None] * len(contexts)
+        copies, totals = read
+        (params, turn), nexts = ready_in_turn(copies, totals, turn), [None] * len(contexts)
       else:
-        params, nexts = split.params(read, following, graph, contexts)
-      before, values = carry  # the number of pairs before this one
+        params, nexts, turn = split.params(read, following, graph, contexts, turn)
       walks = []
       for own, then, (h_BSD, handed_BSD, begun), context, key, cache, own_kept in zip(
         params, nexts, values, contexts, keys, caches, kept
@@ -325,7 +332,7 @@ def run_trunks(route: Route) -> list[Output]:
         run(step)
       outs = [walk.output for walk in walks]
       new = [(out.h_BSD, None if out.begun else out.handed_BSD, out.begun) for out in outs]
-      return (before + 1, new), [
+      return (before + 1, new, turn), [
         (out.sums, out.caches, out.hidden and jnp.stack(out.hidden), out.kept) for out in outs
       ]
 
@@ -334,7 +341,7 @@ def run_trunks(route: Route) -> list[Output]:
     kept = () if not shares or shares[0].how.again else (GATHERED,)
     remat: dict[str, Any] = {"remat": shared.remat, "kept": kept, "gathers": bool(shares)}
     body = rematerialised(stage, **remat)
-    carry, totals = (jnp.zeros((), jnp.int32), streams), shared.gradient_totals
+    carry, totals = (jnp.zeros((), jnp.int32), streams, None), shared.gradient_totals
     stored = lambda name, given=given: [
       None if g.caches is None else g.caches.get(name) for g in given
     ]
@@ -342,6 +349,7 @@ def run_trunks(route: Route) -> list[Output]:
     runs, per_step = config.runs, model.overlap.pairs_per_step(config.num_pairs)
     absent: list[Any] = [None] * len(trunks)
     split: Any = None
+    parts: Any
     begins_next = not fetches and all(g.caches is None for g in given)
     if begins_next and sends_ahead(model.stages, contexts[0], starts[0]):
       split = Split.of(params[0])
@@ -359,8 +367,11 @@ def run_trunks(route: Route) -> list[Output]:
       at_hand = experts.of_pairs(list(own_params), prompts=starts[0].shape[1] > 1)
       parts = split and [split.parts(*both) for both in zip(own_params, own_totals)]
     else:
-      params, totals = added_by_scan(params, totals)
       parts = split and split.parts(params, totals)
+      rest, totals = parts[1] if parts else (params, totals)
+      sliced, turn = added_by_scan(totals)
+      parts = (parts[0], (rest, sliced)) if parts else (rest, sliced)
+      carry = (*carry[:2], turn)
     bodies = {False: body, True: body}  # whether the run begins with the first pair -> its body
     if config.opens_apart:
       bodies[True] = rematerialised(functools.partial(stage, opens=True), **remat)
@@ -396,17 +407,21 @@ def run_trunks(route: Route) -> list[Output]:
           found.append(out)
         out = [_of_pairs(list(of)) for of in zip(*found)]
       else:
-        read, own, here = take((parts or (params, totals), caches, others))
-        ahead = parts and run.stop > run.start + 1
+        read, own, here = take((parts, caches, others))
+        ahead = split and run.stop > run.start + 1
         if ahead:
           carry = enter_scan(carry, split, graph, contexts, read, here)
         xs = read, (own, absent, *here), (next_of((read[0], here)) if ahead else None)
         carry, out = jax.lax.scan(bodies[run.start == 0], carry, xs, unroll=per_step)
         carry = leave_scan(carry) if ahead else carry
       made.append((run.dense, out))
+    _, streams, turn = carry
+    last = [h_BSD for h_BSD, *_ in streams]
+    if turn is not None:
+      last = all_added(last, turn, totals)
     outs = [
       Output(h_BSD, *_in_order([(dense, out[i]) for dense, out in made], model.written_out))
-      for i, (h_BSD, *_) in enumerate(carry[1])
+      for i, h_BSD in enumerate(last)
     ]
 
 

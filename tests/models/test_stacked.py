@@ -12,10 +12,11 @@ from scmoe.models import gradient_totals
 from scmoe.models.gradient_sums import for_last_group
 from scmoe.models.gradient_totals import (
   GradientTotal,
-  added,
   added_by_layer,
   added_by_scan,
+  all_added,
   large_layers_apart,
+  ready_in_turn,
 )
 from scmoe.models.stacked import each_layer, is_apart, stack_outputs, stacked_again
 
@@ -26,19 +27,21 @@ def run(written_out: bool, params, totals, noise):
   """A made-up layer of a carry, parameters, their totals and something without a gradient."""
 
   def layer(carry, xs):
-    own, total, noise = xs
-    (own,) = added(own, total)
-    y = jnp.tanh(carry @ own["w"] + own["b"]) + noise
-    return y, {"norm": (y * y).sum(), "y": y}
+    (x, turn), (own, total, noise) = carry, xs
+    (own,), turn = ready_in_turn(own, total, turn)
+    y = jnp.tanh(x @ own["w"] + own["b"]) + noise
+    return (y, turn), {"norm": (y * y).sum(), "y": y}
 
-  carry, count = jnp.ones(D), len(noise)
+  x, count = jnp.ones(D), len(noise)
   if not written_out:
-    return jax.lax.scan(layer, carry, (*added_by_scan([params], totals), noise))
+    sliced, turn = added_by_scan(totals)
+    (x, turn), made = jax.lax.scan(layer, (x, turn), ([params], sliced, noise))
+    return x if turn is None else all_added(x, turn, totals), made
   made = []
   for xs in zip(*added_by_layer([params], totals, count), each_layer(noise, count)):
-    carry, out = layer(carry, xs)
+    (x, _), out = layer((x, None), xs)
     made.append(out)
-  return carry, stack_outputs(made)
+  return x, stack_outputs(made)
 
 
 def totals_of(values, last):

@@ -83,7 +83,7 @@ class Searchable(Protocol):
     ...
 
   def abstract_state(self) -> TrainState:
-    """The training state as `jax.ShapeDtypeStruct`s with shardings."""
+    """The training state, abstract (`scmoe.training.step.abstract_state`)."""
     ...
 
   def variant(self, variant: Variant) -> Objective:
@@ -120,7 +120,7 @@ class Steps:
 
   Attributes:
     built: the model and its options.
-    abstract: the training state as `jax.ShapeDtypeStruct`s with shardings.
+    abstract: the training state, abstract (`scmoe.training.step.abstract_state`).
     folder: of the run; measured profiles are kept in its subfolder `profile_guided`.
     gpu, collect, say: see `GuidedStep`.
   """
@@ -192,7 +192,7 @@ def fastest_step(
 
   Args:
     built: the model and its options.
-    abstract: the training state as `jax.ShapeDtypeStruct`s with shardings.
+    abstract: the training state, abstract (`scmoe.training.step.abstract_state`).
     folder: of the run; keeps the decision and measured profiles.
     gpu, collect, say: see `GuidedStep`.
     same_transport: leave out candidates that set `dispatch.transport`, so that steps of several
@@ -307,9 +307,10 @@ def _on_whole_steps(
 def _fastest(
   search: Search, built: Searchable, abstract: TrainState, say: Callable[[str], None]
 ) -> Variant | None:
-  """Runs a search on a `MeasuredState` and returns its choice; None if an error breaks it off.
+  """Runs a search on a `MeasuredState` and returns its choice; afterwards the state is dropped.
 
-  Afterwards the state is dropped. Too little free memory is such an error, for example.
+  An error of jax's runtime, such as too little free memory, breaks the search off: None, unless the
+  choice is there already.
   """
   try:
     measured = MeasuredState(built, abstract, built.train.seed)

@@ -38,8 +38,9 @@ _DIGEST = 32
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Names of environment variables that may change what jax, Mosaic or XLA make of a jaxpr begin so.
 _RELEVANT = ("XLA_", "JAX_", "MOSAIC_", "LIBTPU_", "NVIDIA_TF32_OVERRIDE")
-# Variables whose names begin so say how much memory jax takes and when, and change no program.
-_OF_MEMORY = ("XLA_PYTHON_CLIENT_", "XLA_CLIENT_")
+# Variables whose names begin so are for jax's client, most of them for the memory that it takes;
+# they change no program.
+_OF_CLIENT = ("XLA_PYTHON_CLIENT_", "XLA_CLIENT_")
 
 
 def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
@@ -116,7 +117,7 @@ def _key(traced: Any) -> str:
 
 def _changes(variable: str) -> bool:
   """Whether an environment variable with this name may change a program."""
-  return variable.startswith(_RELEVANT) and not variable.startswith(_OF_MEMORY)
+  return variable.startswith(_RELEVANT) and not variable.startswith(_OF_CLIENT)
 
 
 def _shapes(name: str) -> bool:

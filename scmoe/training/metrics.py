@@ -196,7 +196,11 @@ class TensorBoard:
     self._writer.flush()
 
   def close(self) -> None:
-    """Ends the writer's thread; Python 3.12 cannot do that while it exits."""
+    """Ends the writer's thread.
+
+    If nothing was written, tensorboardX would begin a thread for that while Python exits, which
+    Python 3.12 refuses.
+    """
     self._writer.close()
 
 

@@ -184,3 +184,10 @@ def test_objectives_that_have_nothing_to_do():
     place(drawn(0, layers=1), 3, "affinity")
   with pytest.raises(ConfigError, match="devices=5 does not divide the 24 tokens"):
     rows_of(drawn(0), np.zeros((2, 6), int), 5, slack=1.25)
+
+
+def test_rows_of_fewer_tokens_than_devices_have_a_placement():
+  """No device has a token then, so the experts stay where they are."""
+  chosen = np.zeros((3, 1, 2, 1), np.int32)
+  found = place(Choices(chosen, np.zeros(1, np.int32), 8), 4, "balance")
+  np.testing.assert_array_equal(found, [np.arange(8) // 2])

@@ -133,8 +133,8 @@ def _loads(choices: Choices, devices: int) -> list[np.ndarray]:
   for gating, layer in enumerate(choices.layer_G):
     chosen = choices.chosen(gating)
     tokens = chosen.shape[1] - chosen.shape[1] % devices
-    parts = chosen[:, :tokens].reshape(-1, tokens // devices, choices.num_experts)
-    load = parts.sum(1, dtype=np.float64)
+    parts = len(chosen) * devices, tokens // devices, choices.num_experts
+    load = chosen[:, :tokens].reshape(parts).sum(1, dtype=np.float64)
     found[layer] -= load.T @ load
   return [np.where(np.eye(len(pairs)), 0, pairs) for pairs in found]
 

@@ -131,7 +131,7 @@ def _added_in_turn(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Turn:
-  """What the layers of a scan hand on, so that each adds in place to the totals of all layers.
+  """The layers of a scan hand it on, so that each adds in place to the totals of all layers.
 
   Attributes:
     stacks: for each total of a layer an array [L, ...] of zeros, which nothing reads; its gradient

@@ -72,7 +72,8 @@ class MetricsFile:
     self._warned = False
     self._torn = False  # whether the last write failed, perhaps in the middle of a line
     lines = _repair(self.path, resumed_step)
-    # Size of the file at the end of the last line that was written whole.
+    # Size of the file at the end of the last line that was written whole; if somebody has cut the
+    # file since, the size that was left.
     self._size = self.path.stat().st_size if self.path.exists() else 0
     self._evaluated = {line["step"] for line in lines if line.get("kind") == "eval"}
 
@@ -107,16 +108,18 @@ class MetricsFile:
   def _begin_line(self, file: BinaryIO) -> None:
     """Removes the part of a line that a failed write left; ends a line that somebody else has cut.
 
-    If somebody has removed or cut the file meanwhile, what a failed write left is ended, too, and
-    not removed: truncating the file to the size that it had would fill it up with zero bytes.
+    If somebody has removed or cut the file meanwhile, nothing is removed: truncating it to the size
+    that it had would fill it up with zero bytes. From then on the size that it has now counts, also
+    if the write that follows fails.
     """
     size = file.seek(0, os.SEEK_END)
     if size < self._size:
       warn(f"{self.path} was removed or cut by somebody else: lines before this one are lost")
-      if size and not _ends_a_line(file):
-        file.write(b"\n")
+      self._size = size
     elif self._torn:
       file.truncate(self._size)
+    if self._size and not _ends_a_line(file):
+      file.write(b"\n")
 
 
 def _ends_a_line(file: BinaryIO) -> bool:

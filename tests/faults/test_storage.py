@@ -25,7 +25,7 @@ from scmoe.base.errors import CheckpointError, ConfigError, ScmoeError, StorageE
 from scmoe.base.stored import StoredError, parse_json, read_json
 from scmoe.reports.records import read_run
 from scmoe.training import description
-from scmoe.training.metrics import MetricsFile, read_metrics
+from scmoe.training.metrics import MetricsFile, metrics_by_kind, read_metrics
 from scmoe.training.restore import StepGone, list_steps, read_meta, restore_part, with_newest
 from scmoe.training.workdir import RunLock, identity, prepare_workdir
 
@@ -213,6 +213,28 @@ def test_a_record_that_was_cut_goes_on_in_a_new_line(tmp_path, capsys):
   file.write(6, {"loss": 1.0})
   assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 4, 5, 6]
   assert capsys.readouterr().err.count("was removed or cut") == 1
+
+
+@pytest.mark.parametrize("kept", [0, 30], ids=["removed", "cut"])
+def test_a_write_that_fails_after_the_record_was_cut_leaves_no_broken_line(tmp_path, kept, capsys):
+  file = MetricsFile(tmp_path, 0)
+  file.write(1, {"loss": 1.0})
+  assert 30 < file.path.stat().st_size < 60
+  os.truncate(file.path, kept) if kept else file.path.unlink()
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (60, before[1]))
+  try:
+    file.write(2, {"loss": 1.0, "text": "x" * 50})
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+  assert file.path.stat().st_size == 60
+  file.write(3, {"loss": 1.0})
+  assert [line["step"] for line in read_metrics(tmp_path)] == [2, 3]
+  metrics_by_kind(tmp_path, warns=True)
+  broken = "metrics.jsonl: 1 of its lines cannot be read" in capsys.readouterr().err
+  assert broken == bool(kept), "only the line that somebody else has cut"
 
 
 def test_lines_with_odd_numbers_are_left_out(tmp_path, capsys):

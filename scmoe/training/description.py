@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +46,27 @@ _DATA = {"processes": [dict]}
 
 class Damaged(Exception):
   """Files of a step are missing, cannot be read, were changed, or are those of another step."""
+
+
+def check_access(place: Path) -> None:
+  """Opens every file of a step, since TensorStore's errors do not say what was not permitted.
+
+  Files that are missing, or cannot be opened for another reason, are passed over.
+
+  Raises:
+    PermissionError: this process may not read a file or folder of the step, which it names.
+  """
+
+  def refuse(error: OSError) -> None:
+    if isinstance(error, PermissionError):
+      raise error
+
+  for folder, _, files in os.walk(place, onerror=refuse):
+    for file in files:
+      try:
+        os.close(os.open(os.path.join(folder, file), os.O_RDONLY | os.O_NONBLOCK))
+      except OSError as error:
+        refuse(error)
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
@@ -133,6 +155,7 @@ def read_description(place: Path) -> tuple[dict, dict]:
 
   Raises:
     Damaged: the description is missing, of another form, or changed since it was written.
+    PermissionError: this process may not read a file of the step.
     CheckpointError: a later version of scmoe wrote it.
   """
   try:
@@ -141,6 +164,7 @@ def read_description(place: Path) -> tuple[dict, dict]:
     for leaf in meta["leaves"].values():
       jnp.dtype(leaf["dtype"])
   except (FileNotFoundError, StoredError, TypeError) as error:
+    check_access(place)
     raise Damaged(f"its description cannot be read: {error}") from None
   if meta["digest"] != _digest(meta, data):
     raise Damaged("its description was changed after it was written")

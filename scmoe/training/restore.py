@@ -20,7 +20,14 @@ import orbax.checkpoint as ocp
 
 from scmoe.base.errors import CheckpointError, ConfigError
 from scmoe.base.output import warn
-from scmoe.training.description import Damaged, flatten, item_of, misfit, read_description
+from scmoe.training.description import (
+  Damaged,
+  check_access,
+  flatten,
+  item_of,
+  misfit,
+  read_description,
+)
 from scmoe.training.filed import is_in_file
 from scmoe.training.fingerprint import survey
 from scmoe.training.kept import filed
@@ -59,6 +66,7 @@ def read_meta(workdir: str | os.PathLike[str], step: int | None = None) -> dict[
   Raises:
     StepGone: there is no such step.
     CheckpointError: it is damaged, there is no readable one, or a later version of scmoe wrote it.
+    PermissionError: this process may not read a file of the step.
   """
   return _of_step(workdir, step, lambda place: read_description(place)[0])
 
@@ -226,8 +234,9 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
     partial: whether `abstract` may leave out leaves that the step holds.
 
   Raises:
-    Damaged: a file cannot be read, or a leaf differs from what was written. Errors of too little
-      memory and of missing permission are passed on instead.
+    Damaged: a file cannot be read, or a leaf differs from what was written.
+    PermissionError: this process may not open a file of the step, and a read failed.
+    Exception: errors of too little memory, as XLA or Python raise them.
     ConfigError: the step's leaves do not fit the names, shapes and types of `abstract` (`misfit`).
     StorageError: the file of an `InFile` cannot be made or written.
   """
@@ -253,8 +262,8 @@ def _read_verified(place: Path, wanted: dict[str, Any], meta: dict) -> dict[str,
   """Reads the arrays of `wanted`, each in the type in which it was written, and verifies them.
 
   Raises:
-    Damaged: a file cannot be read, or an array's fingerprint is not the one in `meta`. Errors of
-      too little memory and of missing permission are passed on instead (`_read_arrays`).
+    Damaged: a file cannot be read, or an array's fingerprint is not the one in `meta`.
+    PermissionError, Exception: as `_read_arrays`.
   """
   known = meta["leaves"]
   stored = {name: known[name].get("stored_as", name) for name in wanted}
@@ -287,8 +296,9 @@ def _read_arrays(
     items: for each leaf's name, the step's subfolder that holds it.
 
   Raises:
-    Damaged: they cannot be read. But errors of too little memory and of missing permission are
-      passed on: the files may be undamaged.
+    Damaged: they cannot be read.
+    PermissionError: they cannot be read, and this process may not open a file of the step.
+    Exception: errors of too little memory. As with missing permission, the files may be undamaged.
   """
   quiet_libraries()
   groups: dict[str, dict[str, Any]] = {}
@@ -316,5 +326,6 @@ def _read_arrays(
   except Exception as error:
     if "RESOURCE_EXHAUSTED" in str(error):  # memory was too small; the files may be undamaged
       raise
+    check_access(place)
     raise Damaged(in_one_line(error)) from None
   return {name: leaves[name] for name in wanted}

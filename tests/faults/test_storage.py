@@ -2,8 +2,10 @@
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
 
+import ctypes
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -184,6 +186,34 @@ def test_deleted_arrays_of_a_checkpoint_are_one_line(tmp_path, mesh8):
   assert ended.returncode == CheckpointError.code
   assert "Traceback" not in ended.stderr
   assert len(ended.stderr.splitlines()) == 2, "what was set aside, and the end"
+
+
+def _without_privileges():
+  """From the next program on, the superuser may read only what a file's mode permits."""
+  drop = ctypes.CDLL(None, use_errno=True).prctl
+  for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    if os.geteuid() == 0 and drop(24, capability, 0, 0, 0):  # PR_CAPBSET_DROP
+      raise OSError(ctypes.get_errno(), "prctl")
+
+
+@pytest.mark.parametrize("part", ["*/d/*", "*/manifest.ocdbt", "state/d", "meta/*"])
+def test_a_step_that_may_not_be_read_is_not_damaged(tmp_path, mesh8, part):
+  """Exit 6 with one line; the step keeps its name, and none before it is taken."""
+  trainer(mesh8, tmp_path / "run", **SMALL).run()
+  steps = tmp_path / "run" / "checkpoints"
+  before, locked = sorted(steps.iterdir()), list((steps / "4").glob(part))
+  assert locked
+  for path in locked:
+    path.chmod(0)
+  try:
+    ended = _worker(tmp_path / "run", preexec_fn=_without_privileges)
+  finally:
+    for path in locked:
+      path.chmod(0o755)
+  assert ended.returncode == StorageError.code, ended.stderr[-3000:]
+  (line,) = ended.stderr.splitlines()
+  assert re.fullmatch(rf"StorageError: {steps}/4/.*: Permission denied", line)
+  assert sorted(steps.iterdir()) == before
 
 
 # --- the record -----------------------------------------------------------------------------------

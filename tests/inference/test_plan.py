@@ -138,8 +138,12 @@ def test_what_does_not_fit_names_the_number_needed(make, message):
 
 def test_sizes():
   sizes = {"8GiB": 8 * 2**30, "500MB": 500_000_000, "1048576": 2**20, "1.5 KiB": 1536, "7B": 7,
-           "0.5KB": 500, ".5 GiB": 2**29}  # fmt: skip
+           "0.5KB": 500, ".5 GiB": 2**29, "64.1MB": 64_100_000, "1e3": 1000, "1.0009KB": 1000,
+           "9007199254740993": 2**53 + 1}  # fmt: skip
   assert {text: plan.bytes_of(text, "x") for text in sizes} == sizes
+  for text in ("inf", "nan", "1e999999999", "1e-999999999", "1/2", "0.9999999999999999999", ""):
+    with pytest.raises(ConfigError, match="is not a size of at least one byte"):
+      plan.bytes_of(text, "x")
 
 
 def test_a_request_is_kept_or_refused(pos2):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -199,14 +200,17 @@ def bytes_of(text: str, name: str) -> int:
   number = text.strip().rstrip("TGMKiB ")
   unit = text.strip()[len(number) :].strip()
   try:
-    size = float(number) * UNITS[unit]
+    # As a float, 64.1 MB would be a byte too few. Fraction alone would take 1/2, and would fill the
+    # memory with the digits of 1e999999999.
+    within = 0.5 < float(number) * UNITS[unit] < math.inf
+    size = int(Fraction(number) * UNITS[unit]) if within else 0
   except (ValueError, KeyError):
-    size = 0.0
-  if size < 1 or not math.isfinite(size):  # callers read 0 bytes as no limit
+    size = 0
+  if size < 1:  # callers read 0 bytes as no limit
     raise ConfigError(
       f"{name}={text!r} is not a size of at least one byte; write it as 8GiB, 500MB or in bytes"
     )
-  return int(size)
+  return size
 
 
 def plan(

@@ -6,7 +6,8 @@ kernel has S times the work:
 
     state [S, ...]  batch [S, A, B, ...]  seed [S]  ->  state [S, ...], scalars [S], arrays [S, ...]
 
-XLA computes what scmoe's own kernels compute in a run alone: they cannot run under `jax.vmap`.
+XLA computes what scmoe's own kernels compute in a run alone: under `jax.vmap` they were not tried on
+a GPU (`without_kernels`).
 Each run is otherwise the one that `Trainer.run` trains alone: it has its own folder, metrics,
 checkpoints, initial weights and order of the data. Such a folder can be resumed alone, and runs
 that were begun alone can go on side by side.
@@ -121,7 +122,7 @@ def check_side_by_side(builts: Sequence[Any]) -> None:
   backend = first.config.get("model", {}).get("ffn", {}).get("backend", "auto")
   if backend == "mosaic_gpu":
     raise ConfigError(
-      "model.ffn.backend='mosaic_gpu' has no kernels for several seeds at once; set "
+      "model.ffn.backend='mosaic_gpu' was not tried for several seeds at once; set "
       "model.ffn.backend=auto, or train the seeds one by one"
     )
   seeds = [built.train.seed for built in builts]

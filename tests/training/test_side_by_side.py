@@ -113,7 +113,7 @@ def test_a_seed_that_fails_ends_alone(tmp_path, monkeypatch):
         "model.width": "64",
         "model.mlp_hidden": "64",
       },
-      "has no kernels for several seeds at once",
+      "was not tried for several seeds at once",
     ),
   ],
 )

@@ -184,8 +184,8 @@ def fastest_step(
   unless that variant does not fit the run, or sets the transport and `same_transport` is True. A
   single candidate is taken without a measurement.
 
-  With auto a cut of the run proposes a change. The change is taken if it is faster on whole steps
-  too. Whole steps need memory for one state of the run, freed before the run makes its own. In a
+  With auto a cut of the run proposes a change. The change is taken if whole steps show it faster,
+  too, by more than the spread and by at least 1 % (`against`). Whole steps need memory for one state of the run, freed before the run makes its own. In a
   run with a teacher, or with adapters of a base, the cut decides alone: a whole step would need the
   arrays of teacher or base, and they are not loaded yet. The cut has no teacher, and trains all
   parameters.

@@ -7,8 +7,10 @@ elements (arXiv 2412.19437, section 3.3). Here a scale is the smallest power of 
 can be divided to stay within e4m3's largest number, 448, but at least 2^-100 and at most 2^100
 (`_scale` lists exceptions). So only the elements are rounded: an element times its scale is a
 bfloat16 number, and a product of fp8 operands equals that of the bfloat16 numbers, up to the order
-of sums. Where there is no kernel for fp8, the same result therefore comes from `rounded_rows` and
-`rounded_matrices`, but for float16's largest numbers (`rounded_rows`).
+and the precision of sums. Where there is no kernel for fp8, the result therefore comes from
+`rounded_rows` and `rounded_matrices`, but for float16's largest numbers (`rounded_rows`). It agrees
+with the kernel's to some 14 bits, since Hopper keeps no more of the sums within a block
+(`rows_product`).
 """
 
 from __future__ import annotations

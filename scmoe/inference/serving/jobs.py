@@ -54,8 +54,8 @@ class Job:
     read: number of tokens of `text` that programs have been given.
     new: the new tokens that the host knows.
     sent: number of new tokens that programs have been asked for; at least `len(new)`.
-    slot, pages: its slot and pages; slot is -1 while it has none.
-    key: its random key (`key_data`); None if it takes the most probable tokens.
+    slot, pages: its slot and pages; slot is -1 and pages are empty while it has none.
+    key: its random key (`key_data`); None at temperature 0.
   """
 
   def __init__(self, number: int, request: Request, ending: Ending, since: float):
@@ -239,7 +239,7 @@ class Part:
     """Takes a request's slot and pages from it; both are then free."""
     self.jobs.remove(job)
     self._slots.append(job.slot)
-    self.free.free(job.pages)
+    self.free.free(job.pages)  # empties the list
     job.slot = -1
 
 

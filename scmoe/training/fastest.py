@@ -185,10 +185,10 @@ def fastest_step(
   single candidate is taken without a measurement.
 
   With auto a cut of the run proposes a change. The change is taken if whole steps show it faster,
-  too, by more than the spread and by at least 1 % (`against`). Whole steps need memory for one state of the run, freed before the run makes its own. In a
-  run with a teacher, or with adapters of a base, the cut decides alone: a whole step would need the
-  arrays of teacher or base, and they are not loaded yet. The cut has no teacher, and trains all
-  parameters.
+  too, by more than the spread and by at least 1 % (`against`). Whole steps need memory for one
+  state of the run, freed before the run makes its own. In a run with a teacher, or with adapters of
+  a base, the cut decides alone: a whole step would need the arrays of teacher or base, and they are
+  not loaded yet. The cut has no teacher, and trains all parameters.
 
   Args:
     built: the model and its options.

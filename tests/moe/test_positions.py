@@ -1,6 +1,7 @@
 """Orders of positions, capacity rules and token rounding: loops, properties, and by hand."""
 
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +150,24 @@ def test_capacity_rules(factor, options, want):
 def test_a_capacity_of_zero_is_refused_and_never_dropless(factor):
   with pytest.raises(ConfigError, match=r"capacity of 0; use at least 0\.5"):
     capacity(factor, tokens=8, num_experts=4, k=2, need=8)
+
+
+@pytest.mark.parametrize(
+  ("rule", "tokens", "num_experts", "k"),
+  [
+    ("megablocks", 1, 1234, 1),
+    ("megablocks", 3, 34567, 2),  # 5,761.1666...: six digits would round it down
+    ("megablocks", 15, 27, 3),  # in floating point 0.6 gives a product below 1
+    ("tutel", 29, 4, 1),
+  ],
+)
+def test_the_factor_that_the_refusal_of_a_capacity_suggests_works(rule, tokens, num_experts, k):
+  options = {"tokens": tokens, "num_experts": num_experts, "k": k, "rule": rule}
+  with pytest.raises(ConfigError) as refused:
+    capacity(1e-9, **options)
+  found = re.search(r"at least ([0-9.]+) in size", str(refused.value))
+  assert found is not None
+  assert capacity(float(found[1]), **options) == (k if rule == "tutel" else 1)
 
 
 def test_the_exact_need_is_not_known_under_jit():

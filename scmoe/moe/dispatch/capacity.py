@@ -80,18 +80,24 @@ def capacity(
   if not tokens:
     return 0
   need = tokens if need is None else need
-  if rule == "megablocks":
-    rows = int(abs(factor) * k * tokens / num_experts)
-  else:
-    rows = k * int(abs(factor) * math.ceil(tokens / num_experts))
+
+  def bound(size: float) -> int:
+    """The rows that a factor of this size allows, before `need` and `align` count."""
+    if rule == "megablocks":
+      return int(size * k * tokens / num_experts)
+    return k * int(size * math.ceil(tokens / num_experts))
+
+  rows = bound(abs(factor))
   if factor and not rows:
-    least = 1 / (
-      k * tokens / num_experts if rule == "megablocks" else math.ceil(tokens / num_experts)
-    )
-    least = math.ceil(1000 * least) / 1000  # rounded up, so that what the error suggests works
+    share = k * tokens / num_experts if rule == "megablocks" else math.ceil(tokens / num_experts)
+    thousandths = math.ceil(1000 / share)
+    # A product that would be 1 may be below it in floating point: 0.6 times 3 * 15 / 27 is.
+    while not bound(thousandths / 1000):
+      thousandths += 1
+    least = f"{thousandths / 1000:.3f}".rstrip("0").rstrip(".")
     raise ConfigError(
       f"dispatch.capacity_factor={factor} gives {tokens} tokens over {num_experts} experts a "
-      f"capacity of 0; use at least {least:g} in size, or 0 to drop nothing"
+      f"capacity of 0; use at least {least} in size, or 0 to drop nothing"
     )
   if factor <= 0:
     rows = min(need, rows) if factor else need

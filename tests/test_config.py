@@ -425,6 +425,11 @@ def test_steps_are_repeated_where_rows_can_be_left_over(others, why):
   assert f"dispatch.overflow='repeat' has no effect: {why}" in line
 
 
+def test_a_capacity_that_drops_nothing_has_peers_buffers():
+  run = changed(mesh__expert=2, dispatch__capacity_factor=0, dispatch__slack=1.5)
+  check_typed(run, ["dispatch.slack"])
+
+
 @pytest.mark.parametrize(("name", "most", "what"), [
   ("mesh.moments_ahead", 4, "layers of the model"),
   ("mesh.moments_kept", 4, "layers of the model"),

@@ -304,7 +304,7 @@ RULES = (
   ),
   _Rule(
     ("dispatch.slack",),
-    lambda run: run.dispatch.fixed_buffers,
+    lambda run: run.dispatch.fixed_buffers and run.dispatch.capacity_factor != 0,
     "dispatch.transport={run.dispatch.transport!r} has fixed buffers",
     "set dispatch.transport=packed or dropless, or dispatch.capacity_factor",
   ),

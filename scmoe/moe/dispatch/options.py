@@ -48,9 +48,9 @@ class DispatchAblation(Options, path="dispatch.ablation"):
   )
   first_round: bool = option(
     False,
-    "packed, dropless, put: no overflow rounds: rows without room in the first one add nothing to "
-    "the result, except in calls that drop nothing, as of a teacher. dispatch.overflow=repeat has "
-    "this in the program whose steps it may run again",
+    "packed, dropless, put, or capacity with capacity_factor=0: no overflow rounds: rows without "
+    "room in the first one add nothing to the result, except in calls that drop nothing, as of a "
+    "teacher. dispatch.overflow=repeat has this in the program whose steps it may run again",
   )
 
 
@@ -76,14 +76,17 @@ class DispatchConfig(Options, path="dispatch"):
     maximum=2.0**20,
   )
   slack: float = option(
-    1.25, "packed, dropless, put: rows of a peer's buffer over its balanced share", minimum=1
+    1.25,
+    "packed, dropless, put, or capacity with capacity_factor=0: rows of a peer's buffer over its "
+    "balanced share",
+    minimum=1,
   )
   overflow: str = option(
     "loop",
-    "packed, dropless, put: how a training step sends rows without room in the first round of an "
-    "exchange. loop: in a loop of overflow rounds in every layer, before which a GPU waits for the "
-    "host, needed or not; repeat: a step has no such loop; one in which rows are left over changes "
-    "nothing and is run again with the loops",
+    "packed, dropless, put, or capacity with capacity_factor=0: how a training step sends rows "
+    "without room in the first round of an exchange. loop: in a loop of overflow rounds in every "
+    "layer, before which a GPU waits for the host, needed or not; repeat: a step has no such loop; "
+    "one in which rows are left over changes nothing and is run again with the loops",
     choices=("loop", "repeat"),
   )
   groups: int = option(

@@ -95,11 +95,11 @@ class Scores:
 
     They are ordered by the logits, which have the order of the scores; with a balancing bias by
     score + bias; with groups of experts and no bias by the score. Where the logits decide and the
-    gate's `top_k` has found the best, these are returned. Otherwise, if values are equal, the
-    expert with the smaller index comes first; and NaN counts as the largest value, or as the
-    smallest if its sign bit is set. So the experts are valid indices whatever the logits are. With
-    groups (`router.n_group` > 1) only experts of a token's `router.topk_group` best groups are
-    chosen; these groups are called open.
+    gate's `top_k` has found the best, these are returned. Otherwise `jax.lax.top_k` orders values:
+    0.0 comes before -0.0; of other equal values the one of the expert with the smaller index comes
+    first; and NaN counts as the largest value, or as the smallest if its sign bit is set. So the
+    experts are valid indices whatever the logits are. With groups (`router.n_group` > 1) only
+    experts of a token's `router.topk_group` best groups are chosen; these groups are called open.
 
     Raises:
       ConfigError: the bias has the wrong shape, or the open groups hold fewer than k experts.

@@ -405,7 +405,8 @@ def launch(body, operands: Any, out_type: Any, tiling: Tiling, num_sms: int):
     operands: tree of arrays; None for an operand that is absent.
     out_type: tree of `jax.ShapeDtypeStruct`.
     tiling: the launch's tile shape.
-    num_sms: CTAs of the launch, but whole pairs of them where CTAs form pairs (`num_workers`).
+    num_sms: CTAs of the launch. Where `tiling` pairs them, the largest even number that is no
+      larger, but at least 2 (`num_workers`).
 
   Returns:
     A function of the operands' leaves that gives the outs' leaves.

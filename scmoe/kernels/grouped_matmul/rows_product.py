@@ -123,7 +123,8 @@ def rows_product(
       Hopper's own sums of eight-bit products keep only some 14 bits (DeepSeek-V3, arXiv 2412.19437,
       section 3.3.2).
     out_dtype: type of the outputs.
-    num_sms: CTAs, as for `pipeline.launch`; None: one for each multiprocessor.
+    num_sms: CTAs of the launch; where `tiling` pairs them, the largest even number that is no
+      larger, but at least 2 (`pipeline.launch`). None: one CTA for each multiprocessor.
 
   Returns:
     One [R, N] for each matrix in rhs[0], if `with_results`, then the activation, if given. Rows of

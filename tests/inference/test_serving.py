@@ -413,6 +413,27 @@ def test_the_page_that_was_freed_last_is_taken_first():
   assert free.take(3) == held
 
 
+def test_pieces_fill_the_columns_of_their_programs():
+  """70 tokens hold 3 pieces of 23, not only of 18: three prompts of 20 are read in one turn."""
+  shapes = []
+
+  def noting(program):
+    def call(params, router, caches, token, own, draws):
+      if isinstance(own, Turn):
+        shapes.append((own.piece.tokens_RC.shape, own.piece.count_R.tolist()))
+      return program(params, router, caches, token, own, draws)
+
+    return call
+
+  server = Server(
+    make_model(context=80), slots=4, page_tokens=16, prefill_tokens=70, prepare=noting
+  )
+  answers(
+    server, [{"prompt": text, "max_new_tokens": 1} for text in [[1] * 20, [2] * 20, [3] * 20]]
+  )
+  assert shapes == [((3, 23), [20, 20, 20])]
+
+
 def test_programs_have_few_widths():
   assert widths(64, 3, 2, 4) == [16, 32, 64]
   assert widths(10, 3, 2, 4) == [5, 10]

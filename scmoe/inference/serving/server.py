@@ -176,7 +176,10 @@ class Server:
     self._slots = -(-slots // parts)  # number of slots of each part
     self.pages = self._count_pages(pages, cache_bytes, params, longest)
     self._tables = widths(longest, 3, 2, _FEWEST_PAGES)
-    self._pieces = widths(min(prefill_tokens, context), 2, 4, _SHORTEST_PIECE)
+    most = min(prefill_tokens, context)
+    # As many pieces of a width as fit into `most` tokens, made as wide as they then can be: 70
+    # tokens hold 3 pieces of 18, and so 3 of 23.
+    self._pieces = [most // (most // width) for width in widths(most, 2, 4, _SHORTEST_PIECE)]
     self._parts = [Part(self._slots, self.pages) for _ in range(parts)]
     self._caches = make_pool(self._static, self.pages, self.page_tokens)(params)
     of_rows = NamedSharding(mesh, PartitionSpec(TOKEN_AXES))

@@ -81,7 +81,8 @@ def cosine_logits(
     directions_PE: one direction per expert.
     log_scale: scalar or [1], the natural logarithm of the scale.
     fp32: whether to compute in float32 even if the tokens are of lower precision. If not,
-      parameters and intermediate results are rounded to the tokens' type.
+      parameters and intermediate results are rounded to the tokens' type, except within unit_P;
+      with float16, 2^-14 takes the place of 1e-12, which float16 does not have.
   """
   dtype = compute_dtype(x_TD, fp32)
   x_TD, projection_DP, bias_P, directions_PE, log_scale = (
@@ -95,11 +96,14 @@ def cosine_logits(
 
 
 def _unit(a: Array, axis: int) -> Array:
+  # In float16 the floor would be 0, and squares below 3e-8 or above 65,504 become 0 or infinite.
+  dtype, floor = a.dtype, max(COSINE_EPS, float(jnp.finfo(a.dtype).tiny))
+  a = a.astype(compute_dtype(a, True))
   square = jnp.square(a).sum(axis, keepdims=True)
   # The square root has no finite gradient at zero. The norm of a zero vector takes the other
   # branch: it is 0 and gets a zero gradient instead of NaN.
   norm = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
-  return a / jnp.maximum(norm, COSINE_EPS)
+  return (a / jnp.maximum(norm, floor)).astype(dtype)
 
 
 class LinearGate(nnx.Module):

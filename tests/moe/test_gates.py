@@ -136,6 +136,24 @@ def test_gate_modules_hold_what_they_say():
   assert linear.weight.shape == (D, E)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("size", [0.0, 1e-4, 400.0])
+def test_unit_vectors_of_sixteen_bits(dtype, size):
+  """In float16 the squares of the second size are 0, and those of the third infinite."""
+  point = jnp.asarray([[size] * 4], dtype)
+  logits = cosine_logits(
+    point, jnp.eye(4, dtype=dtype), jnp.zeros(4), jnp.ones((4, 3)), jnp.zeros(1), fp32=False
+  )
+  np.testing.assert_allclose(logits, np.full((1, 3), float(size > 0)), rtol=1e-2)
+
+
+def test_a_zero_vector_of_sixteen_bits_has_a_finite_gradient():
+  given = (jnp.eye(4), jnp.zeros(4), jnp.ones((4, 3)), jnp.zeros(1))
+  value = lambda *given: cosine_logits(*given, fp32=False).sum()
+  for bar in jax.grad(value, range(5))(jnp.zeros((1, 4), jnp.float16), *given):
+    assert np.isfinite(bar.astype(jnp.float32)).all()
+
+
 # -- precision, noise, jitter ---------------------------------------------------------------------
 
 

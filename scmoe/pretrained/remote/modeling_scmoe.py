@@ -257,7 +257,8 @@ class Gate(nn.Module):
   def forward(self, x_TD):
     if self.kind in ("linear", "affine"):
       return plus(x_TD @ self.weight.to(x_TD.dtype), self.bias)
-    unit = lambda a, dim: functional.normalize(a.to(x_TD.dtype), dim=dim, eps=1e-12)
+    dtype, floor = x_TD.dtype, max(1e-12, torch.finfo(x_TD.dtype).tiny)
+    unit = lambda a, dim: functional.normalize(wide(a.to(dtype)), dim=dim, eps=floor).to(dtype)
     point = x_TD @ self.projection.to(x_TD.dtype) + self.projection_bias.to(x_TD.dtype)
     scale = self.log_scale.to(x_TD.dtype).clamp(max=math.log(100.0)).exp()
     return unit(point, 1) @ unit(self.directions, 0) * scale

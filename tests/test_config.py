@@ -178,6 +178,16 @@ def test_resolve_refuses(values, words):
     ({"train__batch_size": 6}, 4, ("train.batch_size=6", "4", "use 8")),
     ({"mesh__tensor": 8}, 8, ("num_heads=4", "mesh.tensor=8")),
     ({"dispatch__groups": 2}, 4, ("dispatch.groups=2", "= 4")),
+    (
+      {"mesh__expert": 2, "model__experts": "my.module:Own", "dispatch__adaptive_r": 0},
+      2,
+      ("dispatch.adaptive_r=0 gathers", "'my.module:Own'; use dispatch.adaptive_r=1"),
+    ),
+    (
+      {"mesh__expert": 2, "model__experts": "my.module:Own", "train__tune": "adaptive_r=0,1"},
+      2,
+      ("dispatch.adaptive_r=0 gathers", "also in train.tune"),
+    ),
   ],
 )
 def test_resolve_refuses_on_a_mesh(values, devices, words):

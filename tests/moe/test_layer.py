@@ -121,6 +121,15 @@ def scaled_layer(dispatch):
   return MoE(config, experts=Scaled(nnx.Rngs(1)), rngs=nnx.Rngs(0))
 
 
+def test_experts_of_ones_own_gather_no_weights_of_other_devices(mesh_of):
+  """Alone there is nothing to gather; on a mesh they would see rows of experts they lack."""
+  graph, params = nnx.split(scaled_layer(DispatchConfig(adaptive_r=0)))
+  x = np.ones((4, 3, D), np.float32)
+  assert np.isfinite(gradients_of(graph)(params, x)[0]).all()
+  with pytest.raises(ConfigError, match=r"which Scaled does not do.*use dispatch\.adaptive_r=1"):
+    gradients_of(graph, mesh_of(2, 2))(params, x)
+
+
 @pytest.mark.parametrize(
   "dispatch", [DispatchConfig(capacity_factor=E), DISPATCH["dropless"]], ids=DISPATCH
 )

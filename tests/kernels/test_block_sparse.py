@@ -33,6 +33,18 @@ def random_case():
   return topology_from_mask(random_mask(32, 48, 8, 0.7, seed=1), 8)
 
 
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0), (2, 2)])
+def test_a_matrix_without_blocks_is_zero(shape):
+  rows, cols = (8 * side for side in shape)
+  sparse = from_dense(jnp.zeros((rows, cols)), topology_from_mask(np.zeros(shape, bool), 8))
+  for found, size in (
+    (dsd(sparse, jnp.ones((cols, 3))), (rows, 3)),
+    (dsd(sparse.T, jnp.ones((rows, 3))), (cols, 3)),
+    (dds(jnp.ones((3, rows)), sparse), (3, cols)),
+  ):
+    np.testing.assert_array_equal(found, np.zeros(size))
+
+
 # (rows, hidden, experts) of MegaBlocks' topology test, block 128.
 @pytest.mark.parametrize(
   ("rows", "hidden", "experts"), [(1024, 1536, 2), (1024, 1536, 8), (16384, 768, 64)]

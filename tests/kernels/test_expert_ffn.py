@@ -176,6 +176,33 @@ def test_choices_of_no_expert_add_nothing():
   np.testing.assert_array_equal(got, want)
 
 
+NO_ROWS = {
+  "padded": (lambda: padded_layout(2, G, 0), (2, G, 0, D)),
+  "padded, no rank": (lambda: padded_layout(0, G, 4), (0, G, 4, D)),
+  "choices": (lambda: choices_layout(jnp.zeros((0, K), jnp.int32), jnp.zeros((0, K)), G), (0, D)),
+  "sorted": (lambda: sorted_layout(jnp.zeros(G, jnp.int32), 0), (0, D)),
+}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("impl", ["auto", "grouped", "batched"])
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_no_rows(name, impl, fp8):
+  (make, shape), weights = NO_ROWS[name], weights_of("gelu")
+  layout, rows = make(), jnp.zeros(shape)
+  config = FFNConfig(activation="gelu", impl=impl, fp8=fp8)
+  if impl == "batched" and layout.padded is None:
+    with pytest.raises(ValueError, match="needs padded experts"):
+      expert_ffn(rows, weights, layout, config)
+    return
+  total = lambda *given: expert_ffn(*given, layout, config).sum()
+  bars = jax.grad(total, (0, 1))(rows, weights)
+  assert jax.tree.map(jnp.shape, bars) == jax.tree.map(jnp.shape, (rows, weights))
+  assert not any(bar.any() for bar in jax.tree.leaves(bars))
+  assert expert_ffn(rows, weights, layout, config).shape == shape
+  assert expert_ffn_reference(rows, weights, layout, "gelu").shape == shape
+
+
 def test_the_result_may_have_another_width():
   weights = dataclasses.replace(
     weights_of("swiglu"), down_GFD=normal(1, G, F, 7), down_bias_GD=None

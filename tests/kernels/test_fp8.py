@@ -97,6 +97,13 @@ def test_scales_are_powers_of_two_that_use_the_range():
   assert (jnp.frexp(scale)[0] == 0.5).all()
 
 
+@pytest.mark.parametrize("shape", [(0, 256), (2, 0, 100), (3, 0)])
+def test_no_rows_have_no_scales(shape):
+  q, scale = quantised_rows(jnp.zeros(shape))
+  assert (q.shape, scale.shape) == (shape, (*shape[:-1], -(-shape[-1] // 128)))
+  assert rounded_rows(jnp.zeros(shape)).shape == shape
+
+
 def test_what_is_not_finite_is_seen():
   for wrong in (jnp.nan, jnp.inf, -jnp.inf):
     x = normal(7, 2, 256).at[0, 3].set(wrong)

@@ -144,13 +144,14 @@ def dsd(sparse: BlockSparse, rhs_KN: jax.Array, *, backend: str = "auto") -> jax
     weights_GFN = rhs_KN.reshape(groups, -1, rhs_KN.shape[1])
     return grouped_matmul(rows_RF, weights_GFN, _padded_sizes(t), backend=backend)
   values, out_block, in_block, blocks = _oriented(sparse)
-  operand = rhs_KN.reshape(-1, t.block, rhs_KN.shape[1])[in_block]
+  width = rhs_KN.shape[1]
+  operand = rhs_KN.reshape(rhs_KN.shape[0] // t.block, t.block, width)[in_block]
   wide = accumulation_type(values.dtype, rhs_KN.dtype)
   product = jnp.einsum(
     "zij,zjn->zin", values, operand, preferred_element_type=wide, precision=lax.Precision.HIGHEST
   )
   summed = jax.ops.segment_sum(product, out_block, num_segments=blocks)
-  out = summed.reshape(blocks * t.block, -1)
+  out = summed.reshape(blocks * t.block, width)
   return out.astype(jnp.promote_types(sparse.data.dtype, rhs_KN.dtype))
 
 

@@ -105,6 +105,9 @@ def expert_ffn(
   check_ffn(rows_MD, weights, layout, config.activation)
   weights = weights.cast(rows.dtype)
   static = _resolve(config, layout, rows.dtype, weights)
+  if not layout.num_copies:
+    width = weights.down_GFD.shape[-1]
+    return launch.varying_as(rows, jnp.zeros((*rows.shape[:-1], width), rows.dtype))
   with jax.named_scope("plan"):
     tiles = _tiles(layout, static)
   choices = (layout.group_MK, layout.weight_MK)

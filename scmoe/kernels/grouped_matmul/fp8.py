@@ -37,10 +37,12 @@ def quantised_rows(x_RK: Float[Array, "*R K"]) -> tuple[Array, Array]:
     e4m3 [..., K], and float32 scales [..., B]; the last block may be shorter.
   """
   *rows, width = x_RK.shape
-  x = _filled_up(x_RK.astype(jnp.float32), -1).reshape(*rows, -1, BLOCK)
+  x = _filled_up(x_RK.astype(jnp.float32), -1)
+  filled = x.shape[-1]
+  x = x.reshape(*rows, filled // BLOCK, BLOCK)
   scale_RB = _scale(jnp.abs(x).max(-1))
   q = (x / scale_RB[..., None]).astype(E4M3)
-  return q.reshape(*rows, -1)[..., :width], scale_RB
+  return q.reshape(*rows, filled)[..., :width], scale_RB
 
 
 def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:

@@ -66,4 +66,4 @@ def expert_ffn_reference(
   y_MKD = jnp.take_along_axis(y_MG1D, group_MK[:, :, None], axis=1)
   if layout.weight_MK is not None:
     y_MKD = y_MKD * wide(layout.weight_MK)[:, :, None]
-  return y_MKD.sum(1).reshape(*rows.shape[:-1], -1)
+  return y_MKD.sum(1).reshape(*rows.shape[:-1], y_MKD.shape[-1])

@@ -95,6 +95,15 @@ def test_a_short_prompt_needs_no_ring(pos2):
   assert planned(pos2, 0.5, needs.Workload(1, 4, 32)).offload.prefill.mode == "early"
 
 
+def test_without_a_ring_the_cache_gets_its_second_section(pos2):
+  """One pair's experts are beside the cache; 16 more are 4 of each of the 4 pairs."""
+  short = needs.Workload(1, 4, 32)
+  found = [planned(pos2, share, short) for share in (0.5, 0.75)]
+  assert [one.offload.cache_size for one in found] == [4, 8]
+  need = needed(pos2, short)
+  assert [one.device for one in found] == [need.fixed + n * need.layer for n in (2, 3)]
+
+
 def test_what_is_expected_orders_the_ways(pos2):
   need, load = needed(pos2), needs.Workload(1, 64, 32)
   of = lambda *way, cache_size=0: plan.expected(

@@ -273,9 +273,10 @@ def plan(
       Offload(prefill, Migration("ring", sections=sections)),
       model, needed, load, bandwidth, machine, devices,
     )  # fmt: skip
-  # A cache is filled during prefill, while the sections of a ring may be on the device too. Room is
-  # left for them even if prefill uses no ring.
-  left = gpu_memory - needed.fixed - sections * needed.layer
+  # A cache is filled during prefill. Beside it there is a ring's every section on the device, or
+  # without a ring the chosen experts of one layer, which may be all.
+  beside = sections if prefill.mode == "ring" else 1
+  left = gpu_memory - needed.fixed - beside * needed.layer
   size = min(left // (needed.pairs * needed.expert), needed.experts)
   offload = Offload(prefill, Migration(early), size if size >= at_once else 0)
   return expected(offload, model, needed, load, bandwidth, machine, devices)

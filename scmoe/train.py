@@ -341,8 +341,9 @@ def evaluation(
 
   def run(state: TrainState, stopping: Poll) -> dict[str, float] | None:
     limit = built.run.train.eval_batches or None
-    options = {"mesh": built.mesh, "max_batches": limit, "stopping": stopping}
-    options["prepare"] = programs
+    # While a program is unsettled, the next batch may profile it or compile it a second time.
+    poll = lambda: stopping(compiles=not programs.settled)
+    options = {"mesh": built.mesh, "max_batches": limit, "stopping": poll, "prepare": programs}
     found: dict[str, float] = {}
     for prefix, params in weights_of(state).items():
       model = built.training_model(built.whole(params(), state.teacher))

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -40,7 +40,15 @@ from scmoe.training.step import TrainState, init_state
 from scmoe.training.workdir import RunLock, prepare_workdir
 
 CONFIG = "config.json"
-Poll = Callable[[], bool]
+
+
+class Poll(Protocol):
+  """Asks, before a batch of an evaluation, whether the evaluation is to stop.
+
+  `compiles` True: the batch may compile a program, so the watchdog allows it a compilation's time.
+  """
+
+  def __call__(self, *, compiles: bool = False) -> bool: ...
 
 
 class Trainer:
@@ -51,9 +59,9 @@ class Trainer:
     data: the training data.
     workdir: of the run.
     evaluate: `(state, stopping)` -> scalars, with the state as `TrainState.readable` gives it. It
-      calls `stopping()` before every batch and returns None once that is true. A step that is both
-      saved and evaluated is saved first, so that a failing evaluation loses no step. `evaluate`
-      None: no evaluation.
+      calls `stopping` (a `Poll`) before every batch and returns None once that is true. A step that
+      is both saved and evaluated is saved first, so that a failing evaluation loses no step.
+      `evaluate` None: no evaluation.
     sample: such a state -> text; called after the evaluation, if a step has both. None: no samples.
     header: text printed once, before the line that says where the run begins; "": none.
     card: this start's arguments for `scmoe.training.card.write_card`; None: no card.
@@ -571,8 +579,8 @@ class Run:
       return True
     return first_decides(self.journal.has_evaluation(self.step))
 
-  def _poll_in_evaluation(self) -> bool:
-    self.arm("evaluation batch")
+  def _poll_in_evaluation(self, *, compiles: bool = False) -> bool:
+    self.arm("evaluation batch", allowance=compiles)
     return self.stop.poll()
 
   def arm(self, what: str, *, allowance: bool = False) -> None:

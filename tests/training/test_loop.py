@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from training_fakes import Iterator, Objective, Poisoned, Setup, Source, bits, trainer
 
+from scmoe import train
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, DataError, NonFiniteError, Preempted, StorageError
 from scmoe.training import card
@@ -292,6 +293,32 @@ def test_the_last_step_has_one_sample(mesh8, tmp_path, capsys, every, steps):
   trainer(mesh8, tmp_path, steps=3, sample_every=every, sample=lambda state: "text").run()
   told = [x for x in capsys.readouterr().out.splitlines() if x.startswith("sample at step")]
   assert told == [f"sample at step {step}:" for step in steps]
+
+
+def test_a_batch_of_an_evaluation_that_may_compile_gets_the_longer_limit(
+  mesh8, tmp_path, monkeypatch
+):
+  """GPUs that exchange rows compile an evaluation's program again at about its fifth batch."""
+  seconds, settled = [], [True, False, False, True]  # before each batch; the first one compiles
+
+  def figures(model, data, *, stopping, prepare, **_):
+    while settled:
+      prepare.settled = settled.pop(0)
+      assert not stopping()
+    return {"loss": 1.0}
+
+  modality = types.SimpleNamespace(evaluate=figures, flat=lambda found: found)
+  monkeypatch.setattr(train, "Programs", lambda *_: types.SimpleNamespace())
+  monkeypatch.setattr(train, "modality_of", lambda run: modality)
+  arm = lambda self, given, what: "batch" in what and seconds.append(given)
+  monkeypatch.setattr(Watchdog, "arm", arm)
+  same = lambda *given: given
+  built = types.SimpleNamespace(overlap=None, mesh=None, whole=same, training_model=same)
+  built.run = types.SimpleNamespace(train=TrainConfig())
+  evaluate = train.evaluation(built, types.SimpleNamespace(validation_domains=["a"]), tmp_path)
+  limits = {"watchdog_seconds": 5.0, "first_step_seconds": 60.0}
+  trainer(mesh8, tmp_path, evaluate=evaluate, steps=1, **limits).run()
+  assert seconds == [60, 60, 60, 5]
 
 
 @pytest.mark.parametrize("evaluate", [None, lambda *_: {"loss": 1.0}], ids=["never", "in the end"])

@@ -155,6 +155,14 @@ def test_unknown_field_is_named_with_a_near_one(path, near):
       {"dispatch__transport": "dropless", "train__tune": "transport=packed"},
       ("train.tune tries transport=packed", "dispatch.capacity_factor=0"),
     ),
+    (
+      {
+        "dispatch__transport": "scmoe.moe.dispatch.local:Local",
+        "train__tune": "transport=packed",
+        "dispatch__capacity_factor": 0.0,
+      },
+      ("train.tune tries transport=packed", "own dispatch.transport=scmoe.moe.dispatch.local"),
+    ),
     ({"train__tokens_per_step": 1000}, ("train.tokens_per_step=1000", "multiple of")),
     ({"train__steps": 0}, ("train.steps=0",)),
     ({"optimizer__beta1": 1.5}, ("optimizer.beta1=1.5", "most is 0.99999")),

@@ -160,16 +160,21 @@ class DispatchConfig(Options, path="dispatch"):
       )
 
   def check_candidate(self, transport: str) -> None:
-    """Checks that `train.tune` may try a transport: it drops nothing where this one drops nothing.
+    """Checks that `train.tune` may try a transport: it has to drop what this one drops.
 
     Args:
       transport: a word of `TRANSPORTS`.
 
     Raises:
-      ConfigError: it would drop choices, and this transport drops none.
+      ConfigError: it would drop choices, and this transport drops none; or this transport is the
+        user's own, of which nobody knows what it drops.
     """
-    drops_none = self.kind is not None and not self.kind.drops
-    if drops_none and TRANSPORTS[transport].drops and self.capacity_factor:
+    if self.kind is None:
+      raise ConfigError(
+        f"train.tune tries transport={transport}, which may drop other choices than one's own "
+        f"dispatch.transport={self.transport}, so their times do not compare: leave it out"
+      )
+    if not self.kind.drops and TRANSPORTS[transport].drops and self.capacity_factor:
       raise ConfigError(
         f"train.tune tries transport={transport}, which drops choices beyond its capacity, and "
         f"dispatch.transport={self.transport} drops none: leave it out, or set "

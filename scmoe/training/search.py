@@ -367,18 +367,21 @@ class Search:
     Args:
       candidate: which one.
       compile: compiles it.
-      required: raises XLA's error instead (e.g. too little memory).
+      required: every process raises an error instead: XLA's (e.g. too little memory) or, where XLA
+        did not fail, one that says so.
     """
-    problem = None
+    failed: jax.errors.JaxRuntimeError | None = None
     try:
       compile()
     except jax.errors.JaxRuntimeError as error:
-      if required:
-        raise
-      problem = " ".join(str(error).split())[:200]
-    if all_agree(problem is None):
+      failed = error
+    if all_agree(failed is None):
       return True
-    self.untried[candidate] = f"does not compile: {problem or 'on another process'}"
+    if required:
+      # A process that alone went on would wait for the others in the first step.
+      raise failed or jax.errors.JaxRuntimeError(f"{candidate} does not compile on another process")
+    problem = " ".join(str(failed).split())[:200] if failed else "on another process"
+    self.untried[candidate] = f"does not compile: {problem}"
     self._say(f"schedule: {candidate} {self.untried[candidate]}")
     return False
 

@@ -13,6 +13,7 @@ from training_fakes import trainer
 from scmoe.blocks.options import OverlapConfig
 from scmoe.profiling.timer import Timing
 from scmoe.training import fastest
+from scmoe.training import search as searching
 from scmoe.training.decisions import Decisions
 from scmoe.training.fastest import fastest_step
 from scmoe.training.metrics import read_metrics
@@ -275,6 +276,21 @@ def test_one_that_cannot_run_as_configured_says_so():
   found, _, _ = search({1: [], 2: []}, fails=(1,))
   with pytest.raises(jax.errors.JaxRuntimeError, match="no memory"):
     found(0, {})
+
+
+@pytest.mark.parametrize(
+  ("fails", "words"),
+  [((1,), "RESOURCE_EXHAUSTED"), ((), "chunks=1 does not compile on another process")],
+  ids=["here", "elsewhere"],
+)
+def test_one_that_cannot_run_as_configured_ends_all_processes(fails, words, monkeypatch):
+  """A process that alone went on would wait for the others in its first step."""
+  asked = []
+  monkeypatch.setattr(searching, "all_agree", asked.append)  # None: not all agree
+  found, _, _ = search({1: [1.0] * 5, 2: [1.0] * 5}, fails=fails)
+  with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+    train(found)
+  assert asked == [not fails]
 
 
 def test_the_decision_says_what_it_rests_on_and_is_found_again(tmp_path):

@@ -335,8 +335,9 @@ class _Parts:
     leaves: the arrays of the abstract state.
     near: places of the parameters (or their upper halves) and averages in the device's memory.
     away: places of arrays that the host keeps.
-    shared: places of the optimizer's counters, which belong to no layer: the update of each layer
-      reads the old counters.
+    shared: places of the optimizer's arrays that the host does not keep, such as counters. They
+      belong to no layer: the update of each layer reads the old ones, and the last update's results
+      replace them.
     groups: this process's devices, in groups that hold the same shards of the arrays in `away`.
   """
 

@@ -117,7 +117,7 @@ class Journal:
     self._vitals.beat(step, self._meter.percentiles)
 
   def pause(self) -> None:
-    """Leaves the time from here to the next step's results out of the times of steps."""
+    """Leaves the time between the last results that were read and the next ones out of the times."""
     self._meter.pause()
 
   def log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:

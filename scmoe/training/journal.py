@@ -117,7 +117,7 @@ class Journal:
     self._vitals.beat(step, self._meter.percentiles)
 
   def pause(self) -> None:
-    """Leaves the time between the last results that were read and the next ones out of the times."""
+    """Leaves out of the times of steps the time from the last results read to the next ones."""
     self._meter.pause()
 
   def log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:

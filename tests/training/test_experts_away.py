@@ -53,12 +53,17 @@ def built(place, wiring="top2", rows=ROWS, data=1, expert=1, remat="none", **giv
 
 
 @functools.cache
-def stepped(place, flight=1, **options):
-  """(the run, its state after `STEPS` steps, loss and norm of each)."""
+def step_of(place, flight=1, **options):
+  """(the run, its step, one batch)."""
   own = built(place, **options)
-  abstract = own.abstract_state()
-  step = make_train_step(own.objective, own.optimizer, abstract, flight=flight)
-  batch = jax.device_put(own.random_batch(), batch_sharding(own.mesh, leading=1))
+  step = make_train_step(own.objective, own.optimizer, own.abstract_state(), flight=flight)
+  return own, step, jax.device_put(own.random_batch(), batch_sharding(own.mesh, leading=1))
+
+
+@functools.cache
+def stepped(place, **options):
+  """(the run, its state after `STEPS` steps, loss and norm of each)."""
+  own, step, batch = step_of(place, **options)
   state, figures = begun(own), []
   for _ in range(STEPS):
     state, scalars, _ = step(state, batch)
@@ -106,6 +111,25 @@ def test_the_steps_are_those_of_experts_on_the_device(options):
   for x, exact in pairs:
     x, exact = np.asarray(x, np.float64), np.asarray(exact, np.float64)
     np.testing.assert_allclose(x, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
+
+
+def test_a_step_that_is_not_finite_leaves_experts_and_moments_as_they_were():
+  """With an infinite scale of the last norm, neither loss nor gradients are finite."""
+  own, step, batch = step_of("host")
+  state, _, _ = step(begun(own), batch)  # now the moments are other than 0
+  norm, kept = state.params["norm"], lambda: bits((state.params, state.opt_state, state.router))
+  scale, place = np.asarray(norm["scale"]), norm["scale"].sharding
+  norm["scale"] = jax.device_put(np.full_like(scale, np.inf), place)
+  before = kept()
+  state, scalars, _ = step(state, batch)
+  assert not scalars["finite"]
+  assert (int(state.skipped), int(state.step)) == (1, 2)
+  assert kept() == before
+  state.params["norm"]["scale"] = jax.device_put(scale, place)
+  state, scalars, _ = step(state, batch)
+  assert scalars["finite"]
+  assert not int(state.skipped_in_row)
+  assert kept() != before
 
 
 @pytest.mark.nightly

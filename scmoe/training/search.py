@@ -370,7 +370,7 @@ class Search:
       required: every process raises an error instead: XLA's (e.g. too little memory) or, where XLA
         did not fail, one that says so.
     """
-    failed: jax.errors.JaxRuntimeError | None = None
+    failed: Exception | None = None
     try:
       compile()
     except jax.errors.JaxRuntimeError as error:

@@ -47,7 +47,7 @@ def against(candidate: Timing, kept: Timing, margin: float) -> tuple[bool, str]:
   """
   gain = 1 - candidate.median / kept.median if kept.median else 0.0
   if gain <= 0:
-    return False, f"{-100 * gain:.1f} % slower"
+    return False, f"{abs(100 * gain):.1f} % slower"
   faster = f"{100 * gain:.1f} % faster"
   width = lambda timing: timing.spread * timing.median
   if candidate.median + width(candidate) >= kept.median - width(kept):

@@ -128,6 +128,7 @@ def test_what_replaces_what_was_kept():
   assert against(of(50.8, 0.5), of(57.3, 0.4), 0.01) == (True, "11.3 % faster")
   assert against(of(50.8, 3.0), of(57.3, 4.0), 0.01) == (False, "within the spread, 11.3 % faster")
   assert against(of(52.4, 0.9), of(50.5, 1.2), 0.01) == (False, "3.8 % slower")
+  assert against(of(50.5, 0.1), of(50.5, 0.1), 0.01) == (False, "0.0 % slower")
   small = against(of(50.2, 0.01), of(50.5, 0.01), 0.01)
   assert small == (False, "only 0.6 % faster")
 

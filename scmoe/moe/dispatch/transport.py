@@ -1,4 +1,4 @@
-"""The protocol of transports, the one without zero experts, and the choice of one for a call."""
+"""The protocol of transports, the one that leaves out zero experts, and the choice for a call."""
 
 from __future__ import annotations
 

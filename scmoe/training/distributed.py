@@ -42,8 +42,8 @@ def find_cluster(
   """The processes of this run; None if it has one process only.
 
   Coordinator, number of processes and number of this process are each taken from the first source
-  that gives it: the configuration, the SCMOE_* variables (`VARIABLES`), SLURM. Incomplete or
-  malformed variables of SLURM count as none.
+  that gives it: the configuration, the SCMOE_* variables (`VARIABLES`), SLURM's variables of a
+  step (`_slurm`).
 
   Raises:
     ConfigError: a number that is taken from an SCMOE_* variable is malformed; this process is not
@@ -205,16 +205,18 @@ def from_all_processes(value: dict[str, Any]) -> list[dict[str, Any]]:
 def _slurm(environment: Mapping[str, str]) -> Cluster | None:
   """The processes of a SLURM step, one for each task; None outside a step or for one task.
 
-  None, too, if a variable that is read is missing or malformed.
+  `srun` begins a step. A batch script is outside, though it has a task's number, 0, and the number
+  of tasks: a process that it starts itself has no peers. None, too, if SLURM_NTASKS, SLURM_PROCID
+  or SLURM_JOB_ID is missing or no number.
 
-  The coordinator is the first node of the step (127.0.0.1 if it has one node only). Its port
-  follows from the job's number, so that neighbouring jobs have different ports.
+  The coordinator is the first node of the step (127.0.0.1 if SLURM says that it has one node only).
+  Its port follows from the job's number, so that neighbouring jobs have different ports.
   """
   try:
     count = int(environment["SLURM_NTASKS"])
     index = int(environment["SLURM_PROCID"])
     job = int(environment["SLURM_JOB_ID"])
-    host = _first_host(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_NODELIST"])
+    host = _first_host(environment["SLURM_STEP_NODELIST"])
   except (KeyError, ValueError):
     return None
   if environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1":

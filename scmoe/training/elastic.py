@@ -57,8 +57,8 @@ SILENT_SECONDS = 15.0
 FIRST_SECONDS = 300.0  # a start's first turn waits at most so long for all members, as jax does
 _TICK_SECONDS = 0.25
 _BEAT_SECONDS = 1.0
-# For a child to end by itself after a peer's child has died, or the peer was started again or ended
-# before the turn began.
+# For a child to end by itself after a peer's child has died, after the peer was started again, or
+# after it ended before the turn began.
 _PEER_SECONDS = 3.0
 # The same after a peer has ended for good with another code than 0: as a rule, all members of a
 # turn do so together.

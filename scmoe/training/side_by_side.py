@@ -6,10 +6,11 @@ kernel has S times the work:
 
     state [S, ...]  batch [S, A, B, ...]  seed [S]  ->  state [S, ...], scalars [S], arrays [S, ...]
 
-XLA computes what scmoe's own kernels compute in a run alone: under `jax.vmap` they were not tried
-on a GPU (`without_kernels`). Each run is otherwise the one that `Trainer.run` trains alone: it has
-its own folder, metrics, checkpoints, initial weights and order of the data. Such a folder can be
-resumed alone, and runs that were begun alone can go on side by side.
+XLA computes what scmoe's own kernels and cuDNN's attention compute in a run alone: under `jax.vmap`
+the kernels were not tried on a GPU, and cuDNN's attention fails with a mask (`without_kernels`).
+Each run is otherwise the one that `Trainer.run` trains alone: it has its own folder, metrics,
+checkpoints, initial weights and order of the data. Such a folder can be resumed alone, and runs
+that were begun alone can go on side by side.
 
 A run that fails with `NonFiniteError` ends no other. Its steps are still computed, but it is no
 longer logged, saved, evaluated or sampled. Any other error ends all runs. Every run's metrics give

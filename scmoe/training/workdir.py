@@ -235,7 +235,7 @@ def identity(pid: int) -> dict[str, Any]:
   not.
   """
   try:
-    started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    started = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[19]
   except (OSError, IndexError):
     started = "alive" if _alive(pid) else ""
   return {"pid": pid, "host": socket.gethostname(), "started": started}

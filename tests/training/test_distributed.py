@@ -26,6 +26,8 @@ OURS = {
     ({}, {}, None),
     ({}, {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, None),
     ({}, SLURM, Cluster("gpu007:57345", 4, 2)),
+    # A batch script, which is no step.
+    ({}, {k: v for k, v in SLURM.items() if "STEP" not in k} | {"SLURM_NODELIST": "a[1-2]"}, None),
     ({}, SLURM | {"SLURM_STEP_NUM_NODES": "1"}, Cluster("127.0.0.1:57345", 4, 2)),
     ({}, SLURM | {"SLURM_STEP_NODELIST": "a1,b2"}, Cluster("a1:57345", 4, 2)),
     ({}, OURS, Cluster("node1:29500", 2, 1)),

@@ -23,14 +23,28 @@ def expanded(path: str, field: str) -> Path:
   shown = f"{field}={path[:80]!r}{'...' if len(path) > 80 else ''}"
   if "\0" in path:
     raise ConfigError(f"{shown} holds a NUL byte; give the path of a file or folder")
+  found = with_home(path, shown)
   try:
-    found = Path(path).expanduser()
     found.exists()
-  except RuntimeError:  # pathlib's, for ~user
-    raise ConfigError(f"{shown} names a user that this machine does not have") from None
   except OSError as error:
     raise ConfigError(f"{shown} cannot be used: {error.strerror}") from None
   return found
+
+
+def with_home(path: str, shown: str) -> Path:
+  """The path with `~` and `~user` replaced; nothing is looked up there.
+
+  Args:
+    path: the path as the user typed it.
+    shown: option and path, for the message.
+
+  Raises:
+    ConfigError: it names an unknown user.
+  """
+  try:
+    return Path(path).expanduser()
+  except RuntimeError:  # pathlib's, for ~user
+    raise ConfigError(f"{shown} names a user that this machine does not have") from None
 
 
 def at_home(path: str) -> Path:

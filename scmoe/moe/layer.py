@@ -239,7 +239,9 @@ class MoE(nnx.Module):
       ConfigError: see `__call__`.
     """
     self._check(x, call)
-    self._check_gathers()
+    if self.config.dispatch.adaptive_r == 0 and axis_size("expert") > 1:
+      own = type(self.experts).__call__ is Experts.__call__
+      self.config.dispatch.check_gathers(type(self.experts).__name__, own=own)
     chosen: Any = self._gate(call.gate) if gate is None else gate
     # Where tokens stay in place (`Local`), one loop in the backward pass adds up the gradients that
     # the gate and the K experts give a token. The backward pass of the norm before this layer reads
@@ -333,16 +335,6 @@ class MoE(nnx.Module):
       raise ConfigError(
         f"the MoE layer has width {self.config.width}, got tokens of shape {list(x.shape)}; the "
         "last dimension must be the width"
-      )
-
-  def _check_gathers(self) -> None:
-    """Refuses `dispatch.adaptive_r` = 0 with experts that see their own device's experts only."""
-    own = type(self.experts).__call__ is Experts.__call__
-    if own and self.config.dispatch.adaptive_r == 0 and axis_size("expert") > 1:
-      raise ConfigError(
-        "dispatch.adaptive_r=0 gathers the weights of all experts on every device, which "
-        f"{type(self.experts).__name__} does not do: only feed-forward experts (model.experts=ffn) "
-        "do; use dispatch.adaptive_r=1"
       )
 
   def _gate(self, index: int | Array) -> Any:

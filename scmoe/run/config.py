@@ -304,12 +304,8 @@ class RunConfig(Options):
     sharers = expert_shards(mesh.expert, self.model.num_experts)
     dispatch.check_shards(sharers)
     gathers = 0 in (dispatch.adaptive_r, *tuned_values(self.train.tune).get("adaptive_r", ()))
-    if gathers and mesh.expert > sharers and is_import_path(self.model.experts):
-      raise ConfigError(
-        "dispatch.adaptive_r=0 gathers the weights of all experts on every device, which only "
-        f"model.experts=ffn does, got model.experts={self.model.experts!r}; use "
-        "dispatch.adaptive_r=1, also in train.tune"
-      )
+    if gathers and mesh.expert > sharers:
+      dispatch.check_gathers(repr(self.model.experts), own=is_import_path(self.model.experts))
     for transport in tuned_values(self.train.tune).get("transport", ()):
       dispatch.check_candidate(transport)
     if mesh.expert // sharers % dispatch.nodes:

@@ -82,3 +82,8 @@ def to_device(tree: PyTree) -> PyTree:
   """
   move = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
   return jax.tree.map(move, tree)
+
+
+def to_host(tree: PyTree) -> PyTree:
+  """The arrays of a tree, traced values, copied to the host's memory."""
+  return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)

@@ -38,7 +38,7 @@ from scmoe.models.stacked import STACKS, Apart, is_apart, leading_dimensions
 from scmoe.offload.memory import is_on_host
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.gradients import is_sent
-from scmoe.training.host_arrays import to_device
+from scmoe.training.host_arrays import to_device, to_host
 from scmoe.training.masters import is_halves
 
 PyTree = Any
@@ -155,22 +155,27 @@ def updated_by_layer(
     # `norm` passes through the barrier at the first fetch and through those below, so that they
     # are a chain; the one just above is not part of it. With `ahead` = 0 a barrier makes the fetch
     # wait for the store.
-    follows, beside = i + first < len(layers), how.ahead > 0
-    if follows and beside:
-      away[i + first], new, norm = barrier((away[i + first], new, norm))
-    leaves = [x if slot.leaves(layer) else None for slot, x in zip(slots, new)]
-    if follows and beside:
-      leaves += [None] * len(given)
-      arrived, stored, norm = _exchanged(away[i + first], leaves, norm)
+    follows = i + first
+    if follows >= len(layers):
+      stored = to_host(_leaving(slots, new, layer))
+    elif how.ahead:
+      away[follows], new, norm = barrier((away[follows], new, norm))
+      leaves = [*_leaving(slots, new, layer), *[None] * len(given)]
+      arrived, stored, norm = _exchanged(away[follows], leaves, norm)
       fetched.append(arrived)
     else:
-      stored = to_host(leaves)
-    if follows and not beside:
-      away[i + first], stored, norm = barrier((away[i + first], stored, norm))
-      fetched.append(to_device(away[i + first]))
+      away[follows], stored, norm = barrier(
+        (away[follows], to_host(_leaving(slots, new, layer)), norm)
+      )
+      fetched.append(to_device(away[follows]))
     for slot, x, gone in zip(slots, new, stored):
       slot.keep(x if gone is None else gone, layer)
   return structure.unflatten(x if slot.shared else slot.value for slot, x in zip(slots, new))
+
+
+def _leaving(slots: list[_Slot], new: list[Any], layer: Layer) -> list[Array | None]:
+  """The new arrays of a layer that go to the host's memory, and None for the others."""
+  return [x if slot.is_away(layer) else None for slot, x in zip(slots, new)]
 
 
 def _exchanged(
@@ -198,11 +203,6 @@ def _exchanged(
     for slot, here, gone in zip(group, coming, going):
       arrives[slot], leaves[slot] = here, gone
   return arrives, leaves, norm
-
-
-def to_host(tree: PyTree) -> PyTree:
-  """The arrays of a tree, traced values, copied to the host's memory."""
-  return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
 
 
 def present(tree: PyTree) -> PyTree:
@@ -263,12 +263,13 @@ class _Slot:
   def _own(self, layer: Layer) -> Any:
     return self.value.parts[layer.index] if is_apart(self.value) else self.value
 
-  def _is_away(self, layer: Layer) -> bool:
+  def is_away(self, layer: Layer) -> bool:
+    """Whether the layer's array lies in the host's memory, before and after the update."""
     return self.on_host and self._is_of(layer) and is_on_host(self._own(layer))
 
   def away(self, layer: Layer) -> Any:
     """The slot's array of this layer, if it lies in the host's memory; else None."""
-    return self._own(layer) if self._is_away(layer) else None
+    return self._own(layer) if self.is_away(layer) else None
 
   def here(self, layer: Layer) -> Any:
     """The slot's array of this layer, if it lies in the device's memory; else None.
@@ -277,15 +278,11 @@ class _Slot:
     """
     if self.shared:
       return self.value
-    if self._is_away(layer) or not self._is_of(layer):
+    if self.is_away(layer) or not self._is_of(layer):
       return None
     if is_apart(self.value) or not self.stack:
       return self._own(layer)
     return jax.lax.slice_in_dim(self.value, layer.index, layer.index + 1)
-
-  def leaves(self, layer: Layer) -> bool:
-    """Whether the layer's new array goes to the host's memory."""
-    return self._is_away(layer)
 
   def keep(self, new: Any, layer: Layer) -> None:
     """Replaces the layer's array in `value` by `new`; does nothing if the slot has no such array.

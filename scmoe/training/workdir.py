@@ -15,6 +15,7 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError, StorageError
 from scmoe.base.output import warn
+from scmoe.base.paths import with_home
 from scmoe.base.stored import StoredError, read_json
 
 LOCK = "run.lock"
@@ -39,10 +40,7 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
   text = os.fspath(path)
   if not text or "\0" in text or any(len(part) > 255 for part in Path(text).parts):
     raise ConfigError(f"workdir={text[:80]!r} is not a usable path; give a directory name")
-  try:
-    workdir = Path(text).expanduser().absolute()
-  except RuntimeError:  # pathlib's, for ~user
-    raise ConfigError(f"workdir={text!r} names a user that this machine does not have") from None
+  workdir = with_home(text, f"workdir={text!r}").absolute()
   for place in (workdir, *workdir.parents):
     # In a folder that may not be searched nothing exists for `os.path`; `Path.exists` would raise.
     if os.path.exists(place) and not os.path.isdir(place):

@@ -59,6 +59,21 @@ def prompts(count, most=20, seed=0):
   return [rng.integers(0, VOCAB, rng.integers(1, most)).tolist() for _ in range(count)]
 
 
+def noting_pieces():
+  """A value of `Server`'s `prepare`, and the (shape, tokens of each) of the pieces that it saw."""
+  shapes = []
+
+  def noting(program):
+    def call(params, router, caches, token, own, draws):
+      if isinstance(own, Turn):
+        shapes.append((own.piece.tokens_RC.shape, own.piece.count_R.tolist()))
+      return program(params, router, caches, token, own, draws)
+
+    return call
+
+  return noting, shapes
+
+
 def answers(server, requests):
   """The answers in the order of the requests; checks that nothing is lost or left behind."""
   numbers = [server.submit(**request) for request in requests]
@@ -157,16 +172,7 @@ def test_a_prompt_can_have_several_pieces_in_a_program():
   model, rng = make_model(context=80), np.random.default_rng(3)
   texts = [rng.integers(0, VOCAB, count).tolist() for count in (40, 20, 30, 70)]
   want = generate(model, texts, Sampling(0.0), max_new_tokens=4)
-  shapes = []
-
-  def noting(program):
-    def call(params, router, caches, token, own, draws):
-      if isinstance(own, Turn):
-        shapes.append((own.piece.tokens_RC.shape, own.piece.count_R.tolist()))
-      return program(params, router, caches, token, own, draws)
-
-    return call
-
+  noting, shapes = noting_pieces()
   server = Server(model, slots=20, page_tokens=16, prefill_tokens=64, prepare=noting)
   asked = [{"prompt": text, "max_new_tokens": 4, "temperature": 0} for text in texts]
   assert [answer.tokens for answer in answers(server, asked)] == want
@@ -415,16 +421,7 @@ def test_the_page_that_was_freed_last_is_taken_first():
 
 def test_pieces_fill_the_columns_of_their_programs():
   """70 tokens hold 3 pieces of 23, not only of 18: three prompts of 20 are read in one turn."""
-  shapes = []
-
-  def noting(program):
-    def call(params, router, caches, token, own, draws):
-      if isinstance(own, Turn):
-        shapes.append((own.piece.tokens_RC.shape, own.piece.count_R.tolist()))
-      return program(params, router, caches, token, own, draws)
-
-    return call
-
+  noting, shapes = noting_pieces()
   server = Server(
     make_model(context=80), slots=4, page_tokens=16, prefill_tokens=70, prepare=noting
   )

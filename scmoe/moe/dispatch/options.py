@@ -181,6 +181,23 @@ class DispatchConfig(Options, path="dispatch"):
         "dispatch.capacity_factor=0, with which no transport drops any"
       )
 
+  @staticmethod
+  def check_gathers(experts: str, *, own: bool) -> None:
+    """Checks that experts gather weights, as `adaptive_r` = 0 on several devices has them do.
+
+    Args:
+      experts: their name, for the message.
+      own: whether they are the user's own, which see their own device's experts only.
+
+    Raises:
+      ConfigError: they are.
+    """
+    if own:
+      raise ConfigError(
+        "dispatch.adaptive_r=0 gathers the weights of all experts on every device, which only "
+        f"model.experts=ffn does, got {experts}; use dispatch.adaptive_r=1, also in train.tune"
+      )
+
   def check_shards(self, shards: int) -> None:
     """Checks `adaptive_r` against the number of devices that share an expert.
 

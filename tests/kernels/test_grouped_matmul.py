@@ -17,11 +17,13 @@ from scmoe.kernels.grouped_matmul import (
   get_activation,
   grouped_matmul,
   grouped_matmul_reference,
+  grouped_outer,
   resolve_backend,
   xla,
 )
 from scmoe.kernels.grouped_matmul.activations import kernel_form
 from scmoe.kernels.grouped_matmul.layout import (
+  make_equal_layout,
   make_layout,
   max_tiles,
   pad_rows,
@@ -130,6 +132,50 @@ def test_all_empty_patterns_of_eight_groups():
   for a, b in zip(actual, want(sizes)):
     np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
   assert not np.any(np.asarray(actual[2])[patterns == 0])
+
+
+# M rows, K and N widths, G groups: at least one of them is 0.
+EMPTY = [size for size in itertools.product((0, 6), (0, 4), (0, 5), (0, 2)) if not all(size)]
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("size", EMPTY, ids=str)
+def test_products_of_empty_arrays_and_their_gradients_are_the_references(size, with_bias):
+  m, k, n, groups = size
+  lhs, rhs, bias, dout = problem(4, *size)
+  sizes = jnp.full((groups,), m // max(groups, 1), jnp.int32)
+
+  def run(backend):
+    product = lambda *a: grouped_matmul(*a[:2], sizes, bias_GN=(*a, None)[2], backend=backend)
+    out, vjp = jax.vjp(product, *((lhs, rhs, bias) if with_bias else (lhs, rhs)))
+    return out, *vjp(dout)
+
+  for got, want in zip(run("xla"), run("reference"), strict=True):
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(got, want)
+  out, vjp = jax.vjp(lambda *a: grouped_outer(*a, sizes, backend="xla"), lhs, dout)
+  np.testing.assert_array_equal(out, np.zeros((groups, k, n)))
+  for bar, like in zip(vjp(jnp.ones(out.shape)), (lhs, dout), strict=True):
+    np.testing.assert_array_equal(bar, np.zeros(like.shape))
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize(
+  "layout", [(1, 3, 0, 8), (2, 3, 0, 8), (0, 3, 8, 8), (1, 0, 8, 8)], ids=str
+)
+def test_an_equal_layout_without_rows(layout, indexed):
+  groups = layout[1]
+  layout = make_equal_layout(*layout)
+  assert layout.num_rows == 0
+  x, index = (jnp.ones((7, 4)), jnp.zeros(0, jnp.int32)) if indexed else (jnp.ones((0, 4)), None)
+  w, bias = jnp.ones((groups, 4, 5), jnp.bfloat16), jnp.ones((groups, 5))
+  rows = xla.grouped_rows(x, w, layout, index_R=index, bias_GN=bias)
+  assert (rows.shape, rows.dtype) == ((0, 5), jnp.float32)
+  back = xla.grouped_rows(jnp.ones((0, 5)), w, layout, transpose_rhs=True, out_dtype=jnp.bfloat16)
+  assert (back.shape, back.dtype) == ((0, 4), jnp.bfloat16)
+  sums = xla.grouped_weights(x, jnp.ones((0, 5)), layout, lhs_index_R=index)
+  np.testing.assert_array_equal(sums, np.zeros((groups, 4, 5)))
+  np.testing.assert_array_equal(xla.group_sums(back, layout), np.zeros((groups, 4)))
 
 
 @pytest.mark.parametrize("activation", activation_names())

@@ -19,6 +19,7 @@ from scmoe.kernels.grouped_matmul.layout import (
   source_rows_of,
   unpad_rows,
 )
+from scmoe.kernels.launch import varying_as
 from scmoe.kernels.permute import take_rows, zero_cotangents
 
 
@@ -81,6 +82,8 @@ def grouped_matmul(
   if config.backend == "reference":
     out_MN = reference.grouped_matmul_reference(lhs_MK, rhs_GKN, group_sizes_G, bias_GN)
     return out_MN.astype(out_dtype)
+  if not rhs_GKN.shape[0]:  # no row has a matrix
+    return varying_as(lhs_MK, jnp.zeros((lhs_MK.shape[0], rhs_GKN.shape[2]), out_dtype))
   return _grouped_matmul(
     lhs_MK.astype(common), rhs_GKN.astype(common), bias_GN, group_sizes_G, config
   )
@@ -206,6 +209,9 @@ def grouped_outer(
     precision=precision or "highest",
     num_sms=num_sms,
   )
+  if not group_sizes_G.shape[0]:
+    no_matrix = jnp.zeros((0, lhs_MK.shape[1], rhs_MN.shape[1]), config.out_dtype)
+    return varying_as(lhs_MK, no_matrix)
   return _grouped_outer(lhs_MK.astype(common), rhs_MN.astype(common), group_sizes_G, config)
 
 

@@ -103,7 +103,7 @@ def _of_tile(precision) -> _Products:
 def _of_groups(layout: GroupLayout, precision, dtype=None) -> _Products:
   """The operations of all groups at once; products are in `dtype`, else in the operands' type."""
   groups = layout.num_groups
-  by_group = lambda rows_RN: rows_RN.reshape(groups, -1, rows_RN.shape[1])
+  by_group = lambda rows_RN: rows_RN.reshape(groups, layout.tile, rows_RN.shape[1])
 
   def options(*operands):
     return {
@@ -117,7 +117,7 @@ def _of_groups(layout: GroupLayout, precision, dtype=None) -> _Products:
       return jnp.matmul(lhs_RK, rhs_KN, **options(lhs_RK, rhs_GKN))
     equation = "gbk,gnk->gbn" if transpose else "gbk,gkn->gbn"
     out_GBN = jnp.einsum(equation, by_group(lhs_RK), rhs_GKN, **options(lhs_RK, rhs_GKN))
-    return out_GBN.reshape(lhs_RK.shape[0], -1)
+    return out_GBN.reshape(lhs_RK.shape[0], out_GBN.shape[2])
 
   def outer(lhs_RK, rhs_RN):
     lhs_GBK, rhs_GBN = by_group(lhs_RK), by_group(rhs_RN)
@@ -150,8 +150,11 @@ def _each_tile(
     exactly zero.
   """
   groups, tile_group_I = layout.num_groups, layout.tile_group_I
-  tiles = jax.tree.map(lambda a: a.reshape(-1, layout.tile, *a.shape[1:]), rows)
-  used_I = jnp.arange(tile_group_I.shape[0]) < layout.num_tiles[0]
+  num_tiles = tile_group_I.shape[0]  # of those that there is room for
+  if not num_tiles:
+    return _no_tile(function, layout, rows, of_group)
+  tiles = jax.tree.map(lambda a: a.reshape(num_tiles, layout.tile, *a.shape[1:]), rows)
+  used_I = jnp.arange(num_tiles) < layout.num_tiles[0]
 
   def one_tile(arguments):
     tile, group = arguments
@@ -172,7 +175,17 @@ def _each_tile(
   _, parts = jax.eval_shape(one_tile, (jax.tree.map(lambda a: a[0], tiles), tile_group_I[0]))
   zeros = jax.tree.map(lambda part: jnp.zeros((groups, *part.shape), part.dtype), parts)
   sums, out = lax.scan(step, zeros, (tiles, tile_group_I, used_I))
-  return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out), sums
+  return jax.tree.map(lambda a: a.reshape(layout.num_rows, *a.shape[2:]), out), sums
+
+
+def _no_tile(function: Callable[..., Any], layout: GroupLayout, rows: Any, of_group: Any) -> Any:
+  """The result of `_each_tile` for a layout of no tile: no rows, and sums of zero."""
+  shape = lambda a, *size: jax.ShapeDtypeStruct((*size, *a.shape[1:]), a.dtype)
+  tile = jax.tree.map(lambda a: shape(a, layout.tile), rows)
+  out, parts = jax.eval_shape(function, tile, jax.tree.map(shape, of_group))
+  no_rows = jax.tree.map(lambda a: jnp.zeros((0, *a.shape[1:]), a.dtype), out)
+  zero = lambda part: jnp.zeros((layout.num_groups, *part.shape), part.dtype)
+  return no_rows, jax.tree.map(zero, parts)
 
 
 def _index(permutation: Permutation | None) -> jax.Array | None:
@@ -391,7 +404,8 @@ def group_sums(x_RN: jax.Array, layout: GroupLayout, out_dtype=None) -> jax.Arra
   accumulation type.
   """
   dtype = accumulation_type(x_RN.dtype)
-  sums_IN = jnp.sum(x_RN.reshape(-1, layout.tile, x_RN.shape[1]), axis=1, dtype=dtype)
+  x_IBN = x_RN.reshape(layout.tile_group_I.shape[0], layout.tile, x_RN.shape[1])
+  sums_IN = jnp.sum(x_IBN, axis=1, dtype=dtype)
   used_I1 = (jnp.arange(sums_IN.shape[0]) < layout.num_tiles[0])[:, None]
   sums_IN = jnp.where(used_I1, sums_IN, 0)
   # A product adds up the tiles' sums. A scatter would read the rows again, at a fifth of the speed.

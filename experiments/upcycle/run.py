@@ -346,15 +346,20 @@ class Study:
     return losses, last(workdir, "train")["tokens"]
 
   def times(self) -> None:
-    """Step, prefill and decode of all three wirings on the devices that are here."""
+    """Step, prefill and decode of all three wirings on the devices that are here, also as JSON."""
     wirings = f"--compare={','.join(('topk', *WIRINGS))}"
     path = self.folder / "start-scmoe_pos2" / "config.json"
     context = json.loads(path.read_text("utf-8"))["model"]["context"]
     given = [f"--config_json={path}", "--config.mesh.data=1", "--config.mesh.expert=2", wirings]
     given += self.rest
-    self.call(["scmoe.profile", *given, f"--workdir={self.folder / 'profile'}"])
+    out = self.path.parent
+    out.mkdir(parents=True, exist_ok=True)
+    # The trace says how much is hidden; by the clock would be a second program for each wiring.
+    own = [f"--workdir={self.folder / 'profile'}", "--clock=false", f"--json={out / 'step.json'}"]
+    self.call(["scmoe.profile", *given, *own])
     sizes = ["--batch=8", f"--prompt_tokens={context // 2}", "--max_new_tokens=8", "--rounds=9"]
-    self.call(["scmoe.generate", "--benchmark", *given, *sizes])
+    json_file = f"--json={out / 'prefill.json'}"
+    self.call(["scmoe.generate", "--benchmark", *given, *sizes, json_file])
 
 
 def has_step(workdir: Path) -> bool:

@@ -72,11 +72,10 @@ def has_kernels(device: Any) -> bool:
 def without_kernels() -> Iterator[None]:
   """Inside this context every automatic choice between a kernel and XLA is for XLA.
 
-  Where kernels run, a program under `jax.vmap` needs this context, since jax's rule for cuDNN's
-  attention fails with a mask of one head for all (`layers.dot_product`). For the kernels here jax
-  has a rule: `plgpu.kernel` puts the mapped axis in front of the grid. So mapped, the experts'
-  kernels lower, and a simulated `rows_product` is right (jax 0.10.2 and 0.12), but none of them was
-  tried on a GPU.
+  It is for programs under `jax.vmap`, where jax's rule for cuDNN's attention fails with a mask of
+  one head for all (`layers.dot_product`). For the kernels here jax has a rule: `plgpu.kernel` puts
+  the mapped axis in front of the grid. So mapped, the experts' kernels lower, and a simulated
+  `rows_product` is right (jax 0.10.2 and 0.12), but none of them was tried on a GPU.
   """
   token = _chosen.set(False)
   try:

@@ -139,7 +139,7 @@ def down_backward_product(
     index_R: row of dy that each row of the layout reads, negative for padding; None: the row of the
       same number.
     num_sms: CTAs of the launch; where `tiling` pairs them, the largest even number that is no
-      larger, but at least 2 (`pipeline.launch`). None: one CTA for each multiprocessor.
+      larger, but at least 2 (`pipeline.launch`). None: the number of multiprocessors.
   """
   operands = Operands(
     layout.tile_group_I, layout.num_tiles, index_R, dy_XD, down_GFD, row_weight_R, tuple(pre)

@@ -124,7 +124,7 @@ def rows_product(
       section 3.3.2).
     out_dtype: type of the outputs.
     num_sms: CTAs of the launch; where `tiling` pairs them, the largest even number that is no
-      larger, but at least 2 (`pipeline.launch`). None: one CTA for each multiprocessor.
+      larger, but at least 2 (`pipeline.launch`). None: the number of multiprocessors.
 
   Returns:
     One [R, N] for each matrix in rhs[0], if `with_results`, then the activation, if given. Rows of

@@ -138,8 +138,8 @@ def parsed(content: str, device_kind: str) -> Table:
   """The measurements in the JSON text of a file; the inverse of `text`.
 
   Raises:
-    StoredError: the content is not JSON.
-    ValueError: the JSON lacks something that `text` writes, or is for another kind of device.
+    StoredError: `parse_json` refuses the content.
+    ValueError: the JSON is not of the form that `text` writes, or is for another kind of device.
   """
   whole = parse_json(content, "it", object)
   if not isinstance(whole, dict) or whole.get("format") != _FORMAT:

@@ -90,8 +90,8 @@ def weights_product(
     lhs_index_R: if given, the kernel reads row index[r] of lhs_RM as row r, zero if it is negative.
     rhs_index_R: likewise for rhs, if there is only one rhs; not together with lhs_index_R.
     out_dtype: type of the outputs.
-    num_sms: CTAs of the launch; where `tiling` pairs them, the largest even number that is no
-      larger, but at least 2 (`pipeline.launch`). None: one CTA for each multiprocessor.
+    num_sms: CTAs of the launch; where they work in pairs, the largest even number that is no
+      larger, but at least 2 (`pipeline.launch`). None: the number of multiprocessors.
 
   Returns:
     One [G, M, N] for each rhs. Padding rows must be zero in one operand, and finite in the other.

@@ -35,7 +35,7 @@ from scmoe.kernels.one_row.attention_memory import BLOCK, ROWS, STAGES, WARPGROU
 from scmoe.kernels.one_row.matrix_vector import added_up
 
 # Warpgroups of a CTA for a single row. With two or more rows a CTA has one warpgroup, and two CTAs
-# can share a multiprocessor where the cache is not cut into parts.
+# mostly fit into a multiprocessor where the cache is not cut into parts.
 _WARPGROUPS = 2
 _MOST_SHARED = 8  # most heads of queries whose projections one CTA finishes
 

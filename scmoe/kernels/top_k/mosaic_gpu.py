@@ -93,7 +93,8 @@ def gate_top_k_kernel(
     x_TD: tokens; T is a multiple of 128, D of 64.
     terms: [terms, D, E] in the tokens' type; their sum stands for the weights. E is at most 192.
     top_k: K, at most 32.
-    num_sms: number of CTAs, but whole pairs of them; None: one per multiprocessor.
+    num_sms: CTAs of the launch, in whole pairs (`pipeline.launch`); None: the number of
+      multiprocessors.
 
   Returns:
     logits_TE in float32, expert_TK in int32.
@@ -251,9 +252,8 @@ class _Cta:
       # The smallest id among equals, as `lax.top_k` chooses; but here 0.0 and -0.0 are equal.
       chosen = -jnp.max(jnp.where(is_largest, -ids, jnp.full_like(ids, -_LARGE)), axis=1)
       left = jnp.where(ids == lax.broadcast_in_dim(chosen, shape, (0,)), lowest, left)
-      # If the largest is NaN, it equals nothing: no id is found, and the last expert is taken. Any
-      # expert would do, since the token's probabilities are NaN whichever it visits
-      # (`moe.route.route` says what follows).
+      # If the largest is NaN, it equals nothing: no id is found, and the last expert is taken
+      # (`moe.route.route` says what follows from NaN logits).
       chosen = jnp.minimum(chosen, jnp.full_like(chosen, experts - 1))
       self.smem.expert[consumer, k] = chosen.astype(jnp.int32)
 

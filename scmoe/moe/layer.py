@@ -198,8 +198,8 @@ class MoE(nnx.Module):
 
     Raises:
       ConfigError: `call` is no `MoECall`, or its mask no array; x has another width than the layer
-        or no floating type; or see `scmoe.moe.gates.chosen_gate`, `scmoe.moe.route.route`,
-        `make_transport` and `queue_positions`.
+        or no floating type; or see, among others, `scmoe.moe.gates.chosen_gate`,
+        `scmoe.moe.route.route`, `make_transport` and `DispatchConfig.check_gathers`.
       ValueError: the experts' network cannot compute these rows as `config.impl` and
         `config.backend` ask; see `expert_ffn`.
     """

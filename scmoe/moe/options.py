@@ -203,9 +203,9 @@ class RouterConfig(Options, path="router"):
     return self.tasks or self.compat.gates
 
   def looks_ahead(self, microbatches: int) -> bool:
-    """Whether a step of so many microbatches begins with a forward pass for their loads alone.
+    """Whether a step of so many microbatches begins with a forward pass for their `RouterSums`.
 
-    The gradient of a balancing loss of the whole step needs the loads of all microbatches.
+    The gradient of a balancing loss of the whole step needs the sums of all microbatches.
     """
     has_loss = self.balance != "none" and bool(self.balance_loss)
     return microbatches > 1 and self.balance_over == "step" and has_loss

@@ -43,9 +43,9 @@ def route(
   of +inf under a softmax, makes all probabilities NaN (`probs_TE`). Weights of made choices
   become NaN too, unless they come from the chosen experts' logits or sigmoids alone
   (`choice_weights`) and the choice passes over the expert with that logit (`Scores.best` and
-  `gate_top_k` say which experts are chosen). With sigmoids that are not divided by their sum, only
-  that expert's weight does. NaN weights, or NaN probabilities in a balancing loss, make the loss
-  NaN; the training step then skips its update.
+  `gate_top_k` say which experts are chosen). With sigmoids that are divided by no sum or norm, only
+  that expert's weight does. NaN weights, or NaN probabilities in a balancing loss, can make the
+  loss NaN; the training step then skips its update.
 
   Args:
     x_TD: the tokens of this device. T = 0 gives empty arrays and counts of 0.

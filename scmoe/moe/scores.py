@@ -209,7 +209,7 @@ def score(
 def _check_arguments(
   x_TD: Array, gate: Gate, config: RouterConfig, k: int, num_experts: int | None, mask_T: Any
 ) -> None:
-  """Checks the arguments of `score`; a ConfigError names the wrong type, shape or k."""
+  """Checks these arguments of `score`; a ConfigError names the wrong type, shape or k."""
   check_type("config", config, RouterConfig)
   for name, value in (("the array of tokens", x_TD), ("the mask", mask_T), ("the gate", gate)):
     if value is not None and not (value is gate and callable(gate)):

@@ -160,7 +160,7 @@ class DispatchConfig(Options, path="dispatch"):
       )
 
   def check_candidate(self, transport: str) -> None:
-    """Checks that `train.tune` may try a transport: it has to drop what this one drops.
+    """Checks that `train.tune` may try a transport: it may drop only what this one drops too.
 
     Args:
       transport: a word of `TRANSPORTS`.

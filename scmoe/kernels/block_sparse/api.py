@@ -86,9 +86,10 @@ def _check_inner(name: str, left: int, right: int) -> None:
 def sdd(
   lhs_MK: jax.Array, rhs_KN: jax.Array, topology: Topology, *, backend: str = "auto"
 ) -> BlockSparse:
-  """The topology's blocks of lhs @ rhs, as a `BlockSparse`; no other block is computed.
+  """The topology's blocks of lhs @ rhs, as a `BlockSparse`.
 
-  For a topology of `moe_topology`, blocks in block rows that are not in use are zero.
+  No other block is computed, except by the backend "reference". For a topology of `moe_topology`,
+  blocks in block rows that are not in use are zero.
 
   Args:
     lhs_MK, rhs_KN: dense matrices; [M, N] is the topology's shape.

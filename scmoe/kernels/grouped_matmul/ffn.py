@@ -41,12 +41,11 @@ class FFNConfig(FFNOptions, path="FFNConfig"):
   Attributes:
     activation: as in `FFNOptions`, but never empty, and may be given by position.
     precision: of float32 operands, as in `jax.lax.dot_general`.
-    num_sms: multiprocessors that the products' kernels use (a pair of CTAs takes two); None: all,
-      but see `shared_sms`.
+    num_sms: multiprocessors that the products' kernels use, at least two where CTAs work in pairs;
+      None: all, but see `shared_sms`.
     shared_sms: whether a collective may hold multiprocessors while padded experts run. If so, and
-      if `impl` and `backend` are auto, padded experts take batched products, which leave the
-      collective some multiprocessors. If padded experts take kernels all the same, these launch 8
-      CTAs per multiprocessor, unless `num_sms` is given.
+      if `impl` and `backend` are auto, padded experts take batched products. If they take kernels
+      all the same, these launch 8 CTAs per multiprocessor, unless `num_sms` is given.
   """
 
   activation: str = option("swiglu", choices=activation_names())
@@ -58,7 +57,7 @@ class FFNConfig(FFNOptions, path="FFNConfig"):
 # CTAs that padded experts' kernels launch per multiprocessor with `FFNConfig.shared_sms`, unless
 # `num_sms` is given; one multiprocessor runs its CTAs one after the other. With one CTA per
 # multiprocessor, the CTA meant for one that a collective holds would begin only when another CTA
-# has ended, and the product would take twice as long. Without a collective, one CTA per
+# has ended, and the product could take twice as long. Without a collective, one CTA per
 # multiprocessor is faster (experiments/kernels).
 WAVES = 8
 
@@ -83,12 +82,13 @@ def expert_ffn(
 
   Returns:
     [..., D'] in the rows' order and type, D' the width of the last layer; products are accumulated
-    in float32 (float64 for such rows). Rows without an expert are zero and get a zero gradient.
-    Tiled rows (`RowLayout`) are the exception: the result may hold anything for those without an
-    expert. In tiles in use the gradient of the result must be 0 for them; in other tiles the
-    gradient of the rows may hold anything. For tokens in place, XLA may fuse the loop that sums the
-    rows' gradient with its reader. A reader that reduces over rows or columns would halve the
-    loop's speed: put a barrier between the two (`parallel.barriers.barrier`, "backward").
+    in float32 (float64 for such rows; for fp8 kernels see `rows_product`). Rows without an expert
+    are zero and get a zero gradient. Tiled rows (`RowLayout`) are the exception: the result may
+    hold anything for those without an expert. In tiles in use the gradient of the result must be 0
+    for them; in other tiles the gradient of the rows may hold anything. For tokens in
+    place, XLA may fuse the loop that sums the rows' gradient with its reader. A reader that reduces
+    over rows or columns would halve the loop's speed: put a barrier between the two
+    (`parallel.barriers.barrier`, "backward").
 
   Raises:
     ConfigError: an argument is of another type.
@@ -283,7 +283,7 @@ def _row_weights(weight_MK, tiles: TiledRows, dtype) -> jax.Array:
 
 
 def check_ffn(rows_MD: jax.Array, weights: FFNWeights, layout: RowLayout, activation: str) -> None:
-  """Raises ValueError unless shapes agree and the gate fits the activation.
+  """Raises ValueError unless the activation is known, shapes agree, and the gate fits.
 
   A gated activation must have gate weights; no other may have any, or a gate's bias.
   """

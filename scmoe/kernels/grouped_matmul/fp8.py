@@ -8,9 +8,9 @@ can be divided to stay within e4m3's largest number, 448, but at least 2^-100 an
 (`_scale` lists exceptions). So only the elements are rounded: an element times its scale is a
 bfloat16 number, and a product of fp8 operands equals that of the bfloat16 numbers, up to the order
 and the precision of sums. Where there is no kernel for fp8, the result therefore comes from
-`rounded_rows` and `rounded_matrices`, but for float16's largest numbers (`rounded_rows`). It agrees
-with the kernel's to some 14 bits, since Hopper keeps no more of the sums within a block
-(`rows_product`).
+`rounded_rows` and `rounded_matrices`. It agrees with the kernel's to some 14 bits, since Hopper
+keeps no more of the sums within a block (`rows_product`), unless there are numbers that become
+infinite in float16 (`rounded_rows`).
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
 
 
 def rounded_rows(x_RK: Float[Array, "*R K"]) -> Float[Array, "*R K"]:
-  """Rounds every row to fp8 and back to its type. A second rounding changes no finite result.
+  """Rounds every row to fp8 and back to its type.
 
-  In float16 a magnitude of 63,488 or more becomes infinite: fp8 rounds it to 65,536, which float16
+  A second rounding does not change a block whose results are all finite. In a finite block of
+  float16, a magnitude of 63,488 or more becomes infinite: fp8 rounds it to 65,536, which float16
   cannot hold.
   """
   q_RK, scale_RB = _kept(quantised_rows(x_RK))

@@ -59,8 +59,8 @@ def grouped_matmul(
       not round them. "default" lets the device use tf32. The reference ignores it.
     backend: "mosaic_gpu", "xla", "reference", or "auto" (see `resolve_backend`): the kernels on
       Hopper, for bfloat16 or float16 and for K and N that are multiples of 64, and XLA otherwise.
-    num_sms: how many multiprocessors the kernels may use (a pair of CTAs takes two); by default all
-      of them. Leave some to a collective that runs at the same time.
+    num_sms: how many multiprocessors the kernels may use, at least two where CTAs work in pairs;
+      by default all of them. Leave some to a collective that runs at the same time.
 
   Returns:
     out_MN. Rows past the sum of the group sizes are zero and receive a zero gradient; the matrix

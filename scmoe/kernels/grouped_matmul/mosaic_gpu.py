@@ -28,12 +28,12 @@ ROW_TILE: int | None = tiles.ROW_TILE  # all kernels take tiles of so many rows
 # Hidden sizes from which the rows are copied to their places before the product: the first product
 # ("up"), `down_backward_product`, and the gradients of the first layer's matrices ("weights_lhs",
 # whose left operand is x). A product that gathers its rows does so once for every column tile, with
-# copies that wgmma waits for. Except `down_backward_product`, it takes the widest tiles that cover
-# its result, to gather each row less often. A product of rows in order takes the fastest tiles. The
-# copy takes 0.7 to 0.8 ps for each element that it writes if each row has four to eight places, and
-# 1.0 ps with two places, since it then reads more rows for the same number of elements written.
-# Measured with layers of nine models on H200s (experiments/LOG.md, 2026-11-26). With fp8 operands
-# XLA gathers before the first product at every size (`_fp8_product`).
+# copies that wgmma waits for. Except `down_backward_product`, it mostly takes the widest tiles that
+# cover its result, to gather each row less often. A product of rows in order may be faster with
+# narrower tiles. The copy takes 0.7 to 0.8 ps for each element that it writes if each row has four
+# to eight places, and 1.0 ps with two places, since it then reads more rows for the same number of
+# elements written. Measured with layers of nine models on H200s (experiments/LOG.md, 2026-11-26).
+# With fp8 operands XLA gathers before the first product at every size (`_fp8_product`).
 GATHERED_BEFORE = {"up": 1408, "down_backward": 640, "weights_lhs": 1408}
 
 

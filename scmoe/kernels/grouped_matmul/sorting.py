@@ -268,7 +268,7 @@ class _Program:
     )
 
   def first_row_behind_tiles(self) -> str:
-    """all = the first row that this thread clears: the number of rows of tiles in use, + `own`."""
+    """all = rows of the tiles in use + `own`: the first row behind them that the thread clears."""
     return ptx.lines(
       [
         ptx.load_shared("all", "shared", self.all_at),

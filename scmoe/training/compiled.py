@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import platform
+import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import zstandard
 from jax.experimental.compilation_cache import compilation_cache
+
+from scmoe.base.output import warn
+from scmoe.training.distributed import is_first
 
 PROGRAMS = "programs"  # folder of jax's compilation cache in the run's or the user's folder
 CACHE, _LEAST = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
 # Programs that compile in fewer seconds are not kept, unless jax's own limit (`_LEAST`) is lower.
 _WORTH = 0.1
+_CHECKED = ".checked"  # its time is that of the folder's last check
+_YOUNG = 300.0  # seconds for which another process may still be writing an entry
 
 
 @contextlib.contextmanager
@@ -25,13 +34,16 @@ def kept_programs(folder: Path) -> Iterator[None]:
   kept. A user sets a cache with
   JAX_COMPILATION_CACHE_DIR or jax's option of that name; then nothing is changed. Programs for CPUs
   use the instructions of this processor, so each kind of processor has a folder of its own in
-  `folder`.
+  `folder`. Programs there that are cut short are removed first (`remove_cut`), by process 0.
   """
   if getattr(jax.config, CACHE) is not None:
     yield
     return
   least = getattr(jax.config, _LEAST)
-  jax.config.update(CACHE, str(folder.resolve() / _processor()))
+  cache = folder.resolve() / _processor()
+  if not jax.distributed.is_initialized() or is_first():
+    remove_cut(cache)
+  jax.config.update(CACHE, str(cache))
   jax.config.update(_LEAST, min(least, _WORTH))
   # jax decides at its first compilation which cache it uses. After a reset it decides again.
   compilation_cache.reset_cache()
@@ -41,6 +53,54 @@ def kept_programs(folder: Path) -> Iterator[None]:
     jax.config.update(CACHE, None)
     jax.config.update(_LEAST, least)
     compilation_cache.reset_cache()
+
+
+def remove_cut(cache: Path) -> None:
+  """Removes the programs in `cache` that are not whole, and says how many in a warning.
+
+  A process that is killed as it writes a program, or whose disk is full, leaves the first part. jax
+  cannot read that, compiles anew at every start, and never overwrites a file. Only programs written
+  since the last check are read, and none of the last `_YOUNG` seconds, which may be unfinished. A
+  folder that is not there, or cannot be read or written, is left as it is.
+  """
+  now, stamp, cut = time.time(), cache / _CHECKED, 0
+  with contextlib.suppress(OSError):
+    since = stamp.stat().st_mtime - _YOUNG if stamp.exists() else 0.0
+    for file in cache.glob("*-cache"):
+      with contextlib.suppress(OSError):  # another process may remove the same file
+        if file.is_file() and since <= file.stat().st_mtime <= now - _YOUNG and not _whole(file):
+          file.unlink()
+          cut += 1
+    if cache.exists():
+      stamp.touch()
+      os.utime(stamp, (now, now))
+  if cut:
+    warn(f"{cache}: removed compiled programs that were cut short, to compile them again: {cut}")
+
+
+def _whole(file: Path) -> bool:
+  """False if the file ends before its compressed data do, or these are damaged.
+
+  jax compresses a program by zstd or zlib. True for a file that begins like neither of them, except
+  for zeros alone, which a loss of power leaves.
+  """
+  with file.open("rb") as source:
+    piece = source.read(1 << 20)
+    if not piece.strip(b"\0"):
+      return False
+    if piece[:1] == zstandard.FRAME_HEADER[:1]:
+      stream = zstandard.ZstdDecompressor().decompressobj()
+    elif piece[:1] == b"\x78":
+      stream = zlib.decompressobj()
+    else:
+      return True
+    try:
+      while piece and not stream.eof:
+        stream.decompress(piece)
+        piece = source.read(1 << 20)
+    except (zstandard.ZstdError, zlib.error):
+      return False
+    return stream.eof
 
 
 def _processor() -> str:

@@ -1,14 +1,17 @@
 """A second start loads what the first one compiled, and computes the same bits."""
 
+import os
 import shutil
+import zlib
 from collections import Counter
 
 import jax
 import pytest
+import zstandard
 from training_fakes import bits, trainer
 
 from scmoe.training.compile_only import compile_only
-from scmoe.training.compiled import PROGRAMS, kept_programs
+from scmoe.training.compiled import PROGRAMS, kept_programs, remove_cut
 from scmoe.training.options import CheckpointConfig
 
 
@@ -79,6 +82,69 @@ def test_a_resumed_run_finds_what_was_compiled_for_it(
   trainer(mesh8, run, **how).run()
   assert requests["cache_hits"] >= 2
   assert (programs()["jit__survey"], programs()["jit_local_step"]) == (1, 1)
+
+
+def test_a_program_that_was_cut_short_is_compiled_once_more(
+  tmp_path, no_cache, requests, monkeypatch, capsys
+):
+  """A process that is killed while it writes, or whose disk is full, leaves such a file."""
+  monkeypatch.setattr("scmoe.training.compiled._WORTH", 0.0)
+
+  def start():
+    jax.clear_caches()
+    requests.clear()
+    with kept_programs(tmp_path):
+      jax.jit(lambda x: x * 3 + 1).lower(1.0).compile()
+    return requests["cache_hits"], capsys.readouterr().err
+
+  def age(seconds):
+    """Moves everything in the folder so far into the past."""
+    for path in tmp_path.rglob("*"):
+      os.utime(path, (path.stat().st_mtime - seconds,) * 2)
+
+  assert start() == (0, "")
+  (program,) = tmp_path.rglob("*-cache")
+  whole = program.read_bytes()
+  age(3600)
+  assert start() == (1, "")
+  assert program.read_bytes() == whole
+  program.write_bytes(whole[: len(whole) // 2])
+  with pytest.warns(UserWarning, match="Error reading persistent compilation cache"):
+    assert start() == (0, ""), "another process may be writing it"
+  age(301)
+  hits, said = start()
+  assert hits == 0
+  assert "cut short, to compile them again: 1" in said
+  assert start() == (1, "")
+  assert len(program.read_bytes()) > len(whole) // 2
+
+
+def test_no_whole_program_is_removed(tmp_path, capsys):
+  """By size and format: of each whole file, all that are cut, and one that is damaged."""
+  text = os.urandom(3_000_000) + bytes(1_000_000)
+  formats = zstandard.ZstdCompressor().compress(text), zlib.compress(text)
+  kept = {"whole0": formats[0], "whole1": formats[1], "unknown": b"not a program"}
+  gone = {"nothing": b"", "zeros": bytes(5000)}
+  for number, whole in enumerate(formats):
+    lengths = 1, 3, 4, 8, 1 << 20, len(whole) - 1
+    gone.update({f"cut{number}-{length}": whole[:length] for length in lengths})
+  gone["damaged"] = formats[1][:1000] + b"?" + formats[1][1001:]
+  for name, content in (kept | gone).items():
+    (tmp_path / f"{name}-cache").write_bytes(content)
+    os.utime(tmp_path / f"{name}-cache", (1e9, 1e9))
+  (tmp_path / "folder-cache").mkdir()
+  (tmp_path / "other").write_bytes(b"")
+  remove_cut(tmp_path)
+  left = {path.name for path in tmp_path.iterdir()}
+  assert left == {f"{name}-cache" for name in (*kept, "folder")} | {"other", ".checked"}
+  assert f"to compile them again: {len(gone)}" in capsys.readouterr().err
+  (tmp_path / "old-cache").write_bytes(b"")
+  os.utime(tmp_path / "old-cache", (1e9, 1e9))
+  remove_cut(tmp_path)
+  assert (tmp_path / "old-cache").exists(), "what was checked once is not read again"
+  remove_cut(tmp_path / "none")
+  assert not (tmp_path / "none").exists()
+  assert not capsys.readouterr().err
 
 
 def test_a_cache_that_is_set_stays(tmp_path, no_cache):

@@ -1,9 +1,9 @@
 """The state on which steps are timed: its router spreads tokens evenly, and goes on doing so.
 
 `overlap.schedule=auto` and `scmoe.profile` time steps with fresh parameters and a random batch. The
-routers of deep blocks would then send most tokens to few experts: a fresh model's attention adds
-nearly the same value to all tokens of a sequence, and gates read little else. Steps on the same
-random batch make it worse. Where an exchange goes in rounds, the rows for which the first has no
+routers of deep blocks would then send far more tokens to some experts than to others: a fresh
+model's attention adds nearly the same value to all tokens of a sequence. Steps on the same random
+batch make it worse. Where an exchange goes in rounds, the rows for which the first has no
 room then travel in overflow rounds, beside which XLA runs nothing, and the measurement sees
 exchanges that a trained, balanced router does not cause. For `gpt2_moe_medium` with 4 layers over a
 slow link such steps took 181 ms, and 146 ms when no round overflowed (experiments/LOG.md,
@@ -11,8 +11,8 @@ slow link such steps took 181 ms, and 146 ms when no round overflowed (experimen
 
 So the embeddings of tokens, and of the patches of images, are `SPREAD` times as large as a run
 initialises them. What tells tokens apart then outweighs what their sequence adds, and the loads of
-experts come out about as even as those of a trained router: where it was measured, the fullest of
-16 experts got 1.2 to 1.4 times the mean load in every block instead of up to 2.3 times. In a run
+experts come out about as even as those of a trained router: where it was measured, the fullest
+expert got 1.2 to 1.4 times the mean load in every block instead of up to 2.3 times. In a run
 with a long warm-up the timed steps hardly change that: each is step 0, which has the warm-up's
 smallest learning rate.
 """

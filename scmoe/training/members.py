@@ -3,8 +3,9 @@
 Each process of the launcher is a member: a parent that runs the training command as a child
 (`scmoe.training.elastic`). A member writes one file about itself, about every second and at each
 change, and reads those of the others. It counts a member as alive while that member's file goes on
-changing, by its own clock: the clocks of two hosts are never compared. Of the living members that
-may train in the next turn, the one with the lowest number writes the plan.
+changing, by its own clock, and does not say that the member has ended: the clocks of two hosts are
+never compared. Of the living members that may train in the next turn, the one with the lowest
+number writes the plan.
 
 Files are overwritten in place and not renamed: on NFS a host opens the current content of a file
 that it knows, but may find the old file under a name for up to a minute. A half-written file that
@@ -122,7 +123,7 @@ def read_member(folder: Path, number: int) -> Member | None:
 
 
 def read_plan(folder: Path, name: str = PLAN) -> Plan | None:
-  """The plan in a file of the folder; None if the file is missing or holds no whole plan."""
+  """The plan in a file of the folder; None if it is missing, not whole or unreadable."""
   found = _read(folder / name, _PLAN)
   if not found:
     return None

@@ -27,7 +27,7 @@ from scmoe.base.output import warn
 from scmoe.base.stored import Maybe, StoredError, parse_json, read_bytes, write_whole
 
 METRICS = "metrics.jsonl"
-MOST_METRICS = 2**33  # a larger metrics.jsonl is not read: bytes of a million lines of 32 layers
+MOST_METRICS = 2**33  # bytes; a larger metrics.jsonl is not read
 ROUTER = "router"
 _LINE = {"step": int, "kind": Maybe(str), "layers": Maybe({"*": list})}
 _ROUTER_FILE = re.compile(r"step_([0-9]{1,18})\.npz")
@@ -106,7 +106,7 @@ class MetricsFile:
     self._waiting.clear()
 
   def _begin_line(self, file: BinaryIO) -> None:
-    """Removes the part of a line that a failed write left; ends a line that somebody else has cut.
+    """Removes what a failed write left in the file; ends a line that somebody else has cut.
 
     If somebody has removed or cut the file meanwhile, nothing is removed: truncating it to the size
     that it had would fill it up with zero bytes. From then on the size that it has now counts, also
@@ -201,8 +201,8 @@ class TensorBoard:
   def close(self) -> None:
     """Ends the writer's thread.
 
-    If nothing was written, tensorboardX would begin a thread for that while Python exits, which
-    Python 3.12 refuses.
+    Without this call, and if nothing was written, tensorboardX would begin a thread while Python
+    exits, which Python 3.12 refuses.
     """
     self._writer.close()
 
@@ -372,7 +372,7 @@ def _parse(data: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def _plain(value: Any) -> Any:
-  """The value as JSON can hold it: lists for arrays, None for NaN and infinities."""
+  """The value as JSON can hold it: Python's lists and numbers for numpy's, None for NaN and ±∞."""
   if isinstance(value, dict):
     return {k: _plain(v) for k, v in value.items()}
   if isinstance(value, list | tuple):

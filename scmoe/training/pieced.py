@@ -28,10 +28,11 @@ class Pieced:
 
   Attributes:
     shape, dtype, sharding: of the whole array.
-    leading: number of leading dimensions that a piece's place indexes: 1 for a stack, else 0.
+    leading: number of leading dimensions that a piece's place indexes: 1 if the pieces are the
+      layers of a stack, else 0.
     read: place -> the piece [1, ...], or the whole array for ().
-    parts: the `Kept` objects that hold the array, one for each layer of a stack; () if none hold it
-      as it is.
+    parts: the `Kept` objects that hold the array, one for each layer of a stack, else one; () if
+      none hold it as it is.
   """
 
   def __init__(

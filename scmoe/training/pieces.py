@@ -1,4 +1,4 @@
-"""Writes the arrays of a step piece by piece, in any order: no array has to fit into memory.
+"""Writes the arrays of a step piece by piece, in any order; memory has to hold a few pieces only.
 
 Orbax describes the arrays and reads them like those of any step: each is a folder with a file for
 every piece (zarr). tensorstore writes the pieces, as it does for Orbax. A training step's pieces

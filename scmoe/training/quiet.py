@@ -44,5 +44,5 @@ class _WithoutAbandoned:
 
 
 def in_one_line(error: Exception) -> str:
-  """An exception's text with each run of whitespace as one space, cut to 300 characters."""
+  """An exception's text with single spaces between its words, cut to 300 characters."""
   return " ".join(str(error).split())[:300]

@@ -2,10 +2,10 @@
 
 The command runs as a child of this process. If the child was killed, crashed, got stuck (exit code
 86) or lost its peers, the command runs again. Exit codes that another start would not mend are
-passed on (`FINAL`): done, wrong configuration or data, no valid checkpoint, a full disk, numbers
-that are not finite, an elastic run without restarts left, asked to stop, and 130: the user has
-interrupted the command (Ctrl-C) before it could save, or again. After a start that wrote a later
-checkpoint, restarts are counted anew.
+passed on (`FINAL`): done, wrong configuration or data, skipped steps that end a run, no valid
+checkpoint, a failure of storage, an elastic run without restarts left, asked to stop, and 130: the
+user has interrupted the command (Ctrl-C) before it could save, or again. After a start that wrote a
+later checkpoint, restarts are counted anew.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def supervise(
       child = subprocess.Popen(
         command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
       )
-      if asked:  # a signal came before this child was started
+      if asked:  # a signal may have come before this child was started
         child.terminate()
       code = child.wait()
       code = 128 - code if code < 0 else code

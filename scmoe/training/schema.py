@@ -39,9 +39,9 @@ _GONE = ("router.skewed",)
 _MOST_BLOCKS = 1024  # a larger `model.moe_every` is unusable: a damaged file may hold any number
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 # Fields that later versions added, by the names with which they were added, and the value that
-# describes what earlier runs did; a field that changes no result has a default instead. Without the
-# value the missing field would count as a change of the configuration, and most such changes keep a
-# run from resuming.
+# describes what earlier runs did; a field that changed no result of theirs has a default instead.
+# Without the value the missing field would count as a change of the configuration, and most such
+# changes keep a run from resuming.
 _SINCE = {
   "model": {
     "expert_impl": "auto",
@@ -135,7 +135,7 @@ _SINCE = {
     "ema": 0.0,
   },
   "augment": {"trivial": 0.0},
-  # These fields of `overlap` change no result, so they have their present defaults.
+  # These fields of `overlap` have their present defaults.
   "overlap": {"search_seconds": 90.0, "flight": 1, "ahead": True},
 }
 # Sections that later versions added, with the values that describe what earlier runs did.

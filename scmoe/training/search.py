@@ -1,9 +1,9 @@
 """Measures variants of a training step in turns, and stays with the fastest.
 
-Candidates are compared by their time alone, so they have to compute the same result, but for
-rounding. A candidate replaces the one kept so far only if it is faster by more than the spread of
-both (`against`): a difference that the next measurement may turn round is no reason to leave what
-is configured. A caller may ask for a margin, too.
+Candidates are compared by their time alone, not by what they compute. A candidate replaces the one
+kept so far only if it is faster by more than the spread of both (`against`): a difference that the
+next measurement may turn round is no reason to leave what is configured. A caller may ask for a
+margin, too.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class Lane(Run):
     self._own = state
 
   def compile_early(self) -> None:
-    """Does nothing: the program of all seeds is compiled later, when every run has started."""
+    """Does nothing: the program of all seeds is compiled once every run has started, if at all."""
 
   def join(self, of_all: Callable[[], TrainState]) -> None:
     """Drops this run's own state; from here on `of_all()` returns its row of the joined states."""

@@ -163,8 +163,8 @@ class Objective(Losses, Protocol):
   def metrics(self, aux: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
     """(scalars, per-layer arrays) of a step, from the `aux` of `losses`, summed over microbatches.
 
-    The console shows `loss`, `drop` (share of choices dropped) and `imbalance` if these scalars
-    include them.
+    The console shows `drop` (share of choices dropped) and `imbalance` if these scalars include
+    them; a `loss` among them takes the place of the differentiated one there.
     """
     ...
 

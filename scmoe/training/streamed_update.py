@@ -6,13 +6,14 @@
     leaves            | store 0 | store 1 | store 2 | store 3 |
 
 A layer's moments, its parameters' lower halves if there are some (`scmoe.training.masters`), and
-with `mesh.experts_in=host` its experts' parameters and gradients, come while the layer before it
-leaves; the link carries both directions at once. Barriers say so to XLA: with `ahead` = 1 the fetch
-of layer 2 and the store of layer 1 begin when layer 0 is stored and layer 1 updated, so that the
-device holds the moments of at most two layers, beside those that stay on it (`mesh.moments_kept`).
+with `mesh.experts_in=host` its experts' parameters and gradients, come while those of an earlier
+layer leave; the link carries both directions at once. Barriers say so to XLA: with `ahead` = 1 the
+fetch of layer 2 and the store of layer 1 begin when layer 0 is stored and layer 1 updated, so that
+the device holds the moments of at most two layers, beside those that stay on it
+(`mesh.moments_kept`).
 
 The two go array by array: between two barriers stand the fetch of one large array and the store of
-the same array of the layer before. Without barriers XLA waits for one copy before it starts the
+the same array of an earlier layer. Without barriers XLA waits for one copy before it starts the
 next. With one pair of barriers around all copies of a layer, XLA deals them out to a few streams,
 and a copy may wait in its stream behind one of the other direction while its own is idle.
 

@@ -25,8 +25,9 @@ class Variant:
   """The options in which steps of a run may differ; None: as the run is configured.
 
   `top_k` and `capacity_factor` change the result, as does a change between a `transport` that drops
-  choices and one that does not. The others, which say when rows are computed, and how and when rows
-  and expert parameters travel between devices, change it by rounding at most.
+  choices and one that does not. Where choices are dropped, `chunks` may change it, too: an expert's
+  capacity is rounded up to a multiple of them. The others, which say when rows are computed, and
+  how and when rows and expert parameters travel between devices, change it by rounding at most.
 
   Attributes:
     transport: `dispatch.transport`; `train.tune` takes capacity and packed.

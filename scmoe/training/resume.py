@@ -8,12 +8,12 @@ from scmoe.base.errors import ConfigError, DataError
 from scmoe.data.pipeline import INFORMATIVE
 
 # Fields and sections that a resumed run may change. Most do not change what a step computes, but
-# for rounding. These may: `train.steps` stretches the schedule of the learning rate; with `overlap` or
-# `train.tune` a search may choose other chunks (see `Variant`); after a change of `multitask.loads`
-# or `multitask.plan` the run plans anew what its next steps compute; and on another `mesh` experts
-# of limited capacity may drop other choices, if `dispatch.groups` is 0, tokens may get other
-# experts, with `router.compat.round_to` or `router.compat.uniform`, and with `multitask` other rows
-# may share a microbatch.
+# for rounding. These may: `train.steps` stretches the schedule of the learning rate; with `overlap`
+# or `train.tune` a search may choose other chunks (see `Variant`); after a change of
+# `multitask.loads` or `multitask.plan` the run plans anew what its next steps compute; and on
+# another `mesh` experts of limited capacity may drop other choices, if `dispatch.groups` is 0,
+# tokens may get other experts, with `router.compat.round_to` or `router.compat.uniform`, and with
+# `multitask` other rows may share a microbatch.
 SAFE = (
   "name",
   "model.ffn.impl",

@@ -57,8 +57,9 @@ class Tiling:
     store_buffers: buffers in shared memory that each consumer stores through, and in
       `down_backward` loads through; one instead of two can leave room for another stage.
     pair: "": CTAs work alone. "rows": two CTAs work on neighbouring row tiles of one column tile
-      and share the columns' operand (rhs), unless their groups differ. "cols": two CTAs work on
-      neighbouring column tiles of one row tile and share the rows' operand (lhs).
+      (of an odd number, both work on the last one) and share the columns' operand (rhs), unless
+      their groups differ. "cols": two CTAs work on neighbouring column tiles of one row tile and
+      share the rows' operand (lhs).
   """
 
   rows: int = 128

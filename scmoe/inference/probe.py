@@ -66,8 +66,8 @@ class Probe:
     similarity_V: mean cosine between each value on the main path and the next, [points - 1]; NaN
       where a Swin merges four tokens into one between them.
     alignment_V: linear CKA of the same values, estimated from at most 1,024 tokens of each batch
-      (`scmoe.inference.similarity`); NaN there too, and NaN or infinite where the estimate for a
-      value with itself is not above 0, as from batches of fewer than 4 tokens.
+      (`scmoe.inference.similarity`); NaN there too. It may be NaN or infinite where the estimate
+      for a value with itself is not above 0, as from batches of fewer than 4 tokens.
     entropy_GQ: `entropy_G` of the tokens in each of the `PARTS` parts of a row, the first tokens in
       part 0; NaN for a part without tokens.
     confidence_GQ: `confidence_G` in the same parts.

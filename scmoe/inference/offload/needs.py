@@ -51,8 +51,8 @@ class Needs:
     moved: bytes of the same matrices in the host's memory, fewer if they are in eight bits.
     experts: number of experts of one pair that belong to a device.
     pairs: number of pairs of the model.
-    caches: bytes of all rows' tokens in the attention caches, which round up their number of
-      positions; no less if devices divide the batch.
+    caches: bytes of all rows' tokens in the attention caches, without the positions by which these
+      are rounded up; no less if devices divide the batch.
     scratch: bytes of the activations and logits of one pass, estimated: of a prefill, or of a
       decode step if that has more tokens.
   """

@@ -90,8 +90,8 @@ class Plan:
     device: bytes needed on each device.
     host: bytes of pinned memory needed for all devices together.
     prefill, decode: tokens/s of all rows together.
-    hit_rate: the share of requests that find their expert in the cache, as assumed for `decode`;
-      not read if decode is in mode ring, which copies all experts.
+    hit_rate: the share of requests that find their expert in the cache, as assumed for `decode`,
+      but not if decode is in mode ring, which copies all experts.
     hidden: share of the time of decode's copies during which the device computes; 0 without copies.
     pinned: number of pairs whose experts are in pinned memory; those of the others stay in their
       files. None: no experts stay in files.

@@ -226,7 +226,7 @@ class Ending:
 
     Args:
       tokens: all new tokens, without the end token if `finish` is "end".
-      finish: what `after` has returned.
+      finish: why it ended (`Answer.finish`).
     """
     if self._decode is None:
       return None

@@ -142,7 +142,7 @@ def open_model(
   prepare = Programs(built.overlap, Path(workdir))
   offload, lines = Offload(), []
   if load is not None:
-    found, lines = chosen(run.model, built.shapes, load, request, run.mesh.expert)
+    found, lines = chosen(run.model, built.shapes, load, request)
     offload = found.offload
   parts = {"router": built.router_shapes} if built.router_shapes else {}
   weights = "average" if ema else "params"
@@ -244,7 +244,7 @@ def open_folder(
     request = dataclasses.replace(
       request, int8_experts=request.int8_experts or folder.dtype == "int8"
     )
-    found, lines = chosen(run.model, built.shapes, load, request, run.mesh.expert, files=True)
+    found, lines = chosen(run.model, built.shapes, load, request, files=True)
     offload, pinned = found.offload, found.pinned
     if pinned is not None and request.int8_experts and folder.dtype != "int8":
       raise ConfigError(

@@ -157,7 +157,7 @@ def test_sizes():
 
 def test_a_request_is_kept_or_refused(pos2):
   model, shapes, load = pos2.run.model, pos2.shapes, needs.Workload(1, 64, 32)
-  request = lambda **options: plan.chosen(model, shapes, load, plan.OffloadRequest(**options), 1)
+  request = lambda **options: plan.chosen(model, shapes, load, plan.OffloadRequest(**options))
   resident, lines = request()
   assert (resident.offload, lines) == (Offload(), [])
   assert request(offload="none,none", host_memory=1) == (resident, [])
@@ -173,6 +173,17 @@ def test_a_request_is_kept_or_refused(pos2):
     ConfigError, match=r"offload='none' needs; use offload='auto', or a smaller expert_cache$"
   ):
     request(offload="none", gpu_memory=tight)
+
+
+def test_every_device_has_its_experts_in_the_host_memory():
+  made = built(mesh=MeshConfig(2, expert=2))
+  every = 4 * needed(made).host  # two devices hold copies of the experts of the two others
+  request = lambda size: plan.chosen(
+    made.run.model, made.shapes, ONE, plan.OffloadRequest("early", host_memory=size)
+  )[0]
+  assert request(every).host == every
+  with pytest.raises(ConfigError, match=r"^host_memory: "):
+    request(every - 1)
 
 
 LATENTS = {

@@ -112,7 +112,6 @@ def chosen(
   shapes: Any,
   load: Workload,
   request: OffloadRequest,
-  devices: int,
   *,
   files: bool = False,
 ) -> tuple[Plan, list[str]]:
@@ -126,7 +125,6 @@ def chosen(
     shapes: its parameters as `jax.ShapeDtypeStruct` with shardings.
     load: the size of the generation.
     request: the user's options.
-    devices: number of devices that hold experts.
     files: whether experts that do not fit the host's memory can stay in their files.
 
   Raises:
@@ -134,6 +132,8 @@ def chosen(
       `OffloadRequest.named`.
   """
   needed = needs(model, shapes, load, int8=request.int8_experts)
+  # Every device has its experts, or its copies of another device's, in the host's memory.
+  devices = jax.tree.leaves(shapes)[0].sharding.mesh.size
   limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
   budget = request.gpu_memory or limit or 2**62
   everything = needed.fixed + needed.pairs * needed.layer
@@ -242,7 +242,7 @@ def plan(
     host_memory: bytes of pinned memory that may be used, for all devices.
     bandwidth: bytes/s from the host to a device.
     machine: rates of a device.
-    devices: number of devices over which the experts are spread.
+    devices: number of devices, each of which needs so many bytes.
 
   Raises:
     ConfigError: one layer's experts do not fit beside the dense part, caches and activations; the

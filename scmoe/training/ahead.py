@@ -119,7 +119,7 @@ class Ahead:
       return None
     if (choice.processes, choice.data, choice.expert) in self._known:
       return None
-    if choice.processes > len(plan.members):  # it needs members that wait, and have no turn
+    if choice.processes > len(plan.members):  # members outside the turn compile nothing
       return None
     members, tokens = plan.members[: choice.processes], plan.tokens[: choice.processes]
     found = Plan(plan.turn, members, tokens, "", choice.data, choice.expert, choice.words[:1000])

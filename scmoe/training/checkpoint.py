@@ -1,7 +1,7 @@
 """Checkpoints: written by all processes, kept, and restored on any mesh from the newest good step.
 
-Orbax writes the arrays and commits a step by renaming its directory; it does not fall back to an
-older step when one is damaged. So this module lists the steps itself and tries them, newest first.
+Orbax writes the arrays; a step appears when its directory is renamed to its number. Orbax does not
+fall back to an older step when one is damaged, so this module tries the steps, newest first.
 `scmoe.training.restore` reads a step, `scmoe.training.description` the JSON beside its arrays.
 
     WORKDIR/checkpoints/N/params    weights            N/data/metadata   data position (JSON)
@@ -67,7 +67,7 @@ class Checkpointer:
 
   Args:
     workdir: folder of the run; steps are directories of WORKDIR/checkpoints.
-    cfg: says how many steps to keep, whether training goes on while one is written, and how many
+    cfg: says which steps to keep, whether training goes on while one is written, and how many
       failures in a row end the run.
 
   With several processes all of them make the same calls, in the same order.
@@ -261,14 +261,14 @@ class Checkpointer:
         the same order on all processes.
 
     Raises:
-      CheckpointError: all checkpoints are damaged, or a later version of scmoe wrote the newest
-        undamaged one.
+      CheckpointError: all checkpoints are damaged, or a later version of scmoe wrote one that is
+        tried.
       ConfigError: a stored name, shape or type does not fit `abstract` (`misfit`), or another
         number of processes wrote the step and their positions in the data differ.
       StorageError: the file of an `InFile` in `abstract` cannot be made or written, or a damaged
         step cannot be renamed.
       Exception: those of `check` and `meanwhile`, and errors of too little memory and of missing
-        permission, which `scmoe.training.restore.load` passes on.
+        permission.
     """
     _warn_of_junk(self.directory)
     for step in reversed(self.steps()):
@@ -406,13 +406,13 @@ def _split(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _arrays() -> ocp.PyTreeCheckpointHandler:
-  # No compression: floats hardly shrink, and compressing them takes longer than writing them.
+  # No compression: floats hardly shrink, and compressing them takes time.
   return ocp.PyTreeCheckpointHandler(use_compression=False)
 
 
 @contextlib.contextmanager
 def _storage(what: str) -> Iterator[None]:
-  """Turns every exception but a `ScmoeError` into a `StorageError` that begins with `what`."""
+  """Turns every `Exception` but a `ScmoeError` into a `StorageError` that begins with `what`."""
   try:
     yield
   except ScmoeError:

@@ -1,4 +1,4 @@
-"""Compiles the first programs of a run's start, and runs none: `scmoe.train --compile_only`."""
+"""Compiles programs of a run's start, and runs none: `scmoe.train --compile_only`."""
 
 from __future__ import annotations
 

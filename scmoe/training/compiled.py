@@ -31,10 +31,10 @@ def kept_programs(folder: Path) -> Iterator[None]:
   """While the context lasts, jax keeps compiled programs in `folder`, unless the user set a cache.
 
   A later start reads them there instead of compiling; programs that compile fast (`_WORTH`) are not
-  kept. A user sets a cache with
-  JAX_COMPILATION_CACHE_DIR or jax's option of that name; then nothing is changed. Programs for CPUs
-  use the instructions of this processor, so each kind of processor has a folder of its own in
-  `folder`. Programs there that are cut short are removed first (`remove_cut`), by process 0.
+  kept. A user sets a cache with JAX_COMPILATION_CACHE_DIR or jax's option of that name; then
+  nothing is changed. Programs for CPUs use the instructions of this processor, so each kind of
+  processor has a folder of its own in `folder`. Programs there that are cut short are removed
+  first (`remove_cut`), by process 0.
   """
   if getattr(jax.config, CACHE) is not None:
     yield

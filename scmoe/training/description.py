@@ -182,7 +182,7 @@ def misfit(abstract: PyTree, stored: dict[str, dict], *, partial: bool = False) 
   `opt_state`.
 
   Args:
-    abstract: pytree of ShapeDtypeStruct.
+    abstract: pytree of ShapeDtypeStruct, or `InFile` in place of one.
     stored: `leaves` of a checkpoint's meta.
     partial: `abstract` may leave out leaves.
   """

@@ -79,7 +79,7 @@ def initialize(cfg: DistributedConfig) -> None:
     ConfigError: as `find_cluster`.
     Unavailable: no process listens at the coordinator's address within 300 s, or jax raises an
       error, for example since the coordinator's port is taken. If the coordinator listens, but
-      other processes do not come, jax aborts all of them after 300 s (SIGABRT).
+      not all processes come, jax aborts those that do (SIGABRT), after 300 s.
   """
   cluster = find_cluster(cfg)
   if cluster is None:

@@ -2,10 +2,10 @@
 
 Each process of the launcher is a member: a `Supervisor` that runs the training command as its
 child. A turn is a time in which the same members train together. If a member falls silent or its
-child dies, the others end their children. While restarts are left, the next turn then begins from
-the newest checkpoint, on the largest mesh that fits the members that are there, without those that
-have another than the commonest number of devices, and without one whose host seems at fault if a
-mesh fits the others (`Supervisor._chosen_from`). If another member comes back, or comes late, and
+child dies, the other children end or are ended. While restarts are left, the next turn then begins
+from the newest checkpoint, on the largest mesh that fits the members that are there, without those
+that have another than the commonest number of devices, and without one whose host seems at fault if
+a mesh fits the others (`Supervisor._chosen_from`). If another member comes back, or comes late, and
 the mesh would be larger with it, the first member's child is asked to stop: all children save the
 same step and exit with 75, and a turn with that member begins.
 
@@ -70,7 +70,7 @@ class Launch(NamedTuple):
 
   Attributes:
     choose: (processes that are there, devices of each) -> `Choice`; raises `ConfigError` if no mesh
-      fits, even with one process alone.
+      fits, even with one process alone, and `DataError` if the tokenizer cannot be read.
     start: (plan, number of this process in the turn) -> the running command.
     trains: pid of the first member's command -> True once it has done a step.
     progress: returns the step of the newest checkpoint, 0 if there is none.
@@ -146,6 +146,7 @@ class Supervisor:
       ConfigError: another process has this member's number, or no mesh fits.
       OSError: the command cannot be started, no port can be bound for the turn, the run's lock file
         cannot be removed, or the folder of checkpoints cannot be listed.
+      DataError: as `Launch.choose`.
     """
     self._tell()
     self.others.look()
@@ -190,7 +191,7 @@ class Supervisor:
 
     Raises:
       ConfigError: this member plans the turn, and no mesh fits.
-      OSError: as `tick`.
+      DataError, OSError: as `tick`.
     """
     if self.asked:
       self.tell(asks=LEAVE)  # else the others would take 75 for the end of the run
@@ -213,7 +214,7 @@ class Supervisor:
     return None
 
   def _lost_peer(self) -> bool:
-    """True if another member of the last turn is lost: that may have ended the command."""
+    """True if another member of the last turn is silent: its loss may have ended the command."""
     return any(self.others.is_silent(n) for n in self.plan.members if n != self.number)
 
   def _ended_for_good(self) -> int | None:
@@ -430,7 +431,7 @@ def supervise(member: Supervisor) -> int:
   stop as well.
 
   Raises:
-    ConfigError, OSError: as `Supervisor.tick`.
+    ConfigError, DataError, OSError: as `Supervisor.tick`.
   """
 
   def ask(number: int, frame: Any) -> None:

@@ -4,15 +4,14 @@ Which schedule hides most depends on the link, the sizes and the router's balanc
 them was right everywhere (experiments/LOG.md). So candidates are measured, by a `Search`:
 
   auto   measures before the first step, on GPUs that exchange rows. A cut of the run
-         (`Searchable.cut`: same sizes, same devices, but at most two block pairs, in a Swin two a
-         stage, and `overlap.flight` microbatches) proposes a change; whole steps of the run, as
-         configured and with the change, decide, except in runs with a teacher or adapters. The cut
-         compiles in seconds where a whole step takes minutes
-  tune   measures candidates that the user names: with auto, in its search; without auto, in
+         (`Searchable.cut`) may propose a change; whole steps of the run, as configured and with
+         the change, then decide, except in runs with a teacher or adapters. The cut compiles
+         faster than a whole step
+  tune   measures candidates that the user names: where auto measures, in its search; elsewhere in
          the first steps, each of which trains
 
 WORKDIR/schedule.json keeps the decision and its measurements (`scmoe.training.decisions`); a later
-start with the same program and machine reads the decision and measures nothing.
+start with the same program and machine reads it and, as a rule, measures nothing.
 """
 
 from __future__ import annotations
@@ -101,8 +100,8 @@ class Searchable(Protocol):
   def cut(self) -> Searchable:
     """The model with two block pairs and `overlap.flight` microbatches at most, to measure on.
 
-    In a Swin the limit of pairs holds for each stage. The cut has the same devices, but no teacher,
-    and trains all its parameters.
+    In a Swin the limit of pairs holds for each stage. The cut has the same devices, but no teacher
+    and no `model.dense_layers`, and trains all its parameters.
     """
     ...
 
@@ -121,7 +120,7 @@ class Steps:
   Attributes:
     built: the model and its options.
     abstract: the training state, abstract (`scmoe.training.step.abstract_state`).
-    folder: of the run; measured profiles are kept in its subfolder `profile_guided`.
+    folder: measured profiles are kept in its subfolder `profile_guided`.
     gpu, collect, say: see `GuidedStep`.
   """
 
@@ -178,22 +177,22 @@ def fastest_step(
 ) -> GuidedStep | Search:
   """Makes the configured step or, with `overlap.schedule=auto` or `train.tune`, the fastest one.
 
-  With auto (and `overlap.search_seconds` > 0) the fastest is measured here; with `train.tune` alone
-  the returned `Search` measures it in the first training steps. If an earlier start kept a decision
-  for the same program and machine, the step of its variant is returned and nothing is measured,
-  unless that variant does not fit the run, or sets the transport and `same_transport` is True. A
-  single candidate is taken without a measurement.
+  With auto (and `overlap.search_seconds` > 0) the fastest is measured here; else, with
+  `train.tune`, the returned `Search` measures it in the first training steps. If an earlier start
+  kept a decision for the same program and machine, the step of its variant is returned and nothing
+  is measured, unless that variant does not fit the run, or sets the transport and `same_transport`
+  is True. A single candidate is taken without a measurement.
 
-  With auto a cut of the run proposes a change. The change is taken if whole steps show it faster,
-  too, by more than the spread and by at least 1 % (`against`). Whole steps need memory for one
-  state of the run, freed before the run makes its own. In a run with a teacher, or with adapters of
-  a base, the cut decides alone: a whole step would need the arrays of teacher or base, and they are
-  not loaded yet. The cut has no teacher, and trains all parameters.
+  With auto a cut of the run may propose a change. The change is taken if whole steps show it
+  faster, too, by more than the spread and by at least 1 % (`against`). Whole steps need memory for
+  one state of the run, freed before the run makes its own. In a run with a teacher, or with
+  adapters of a base, the cut decides alone: a whole step would need the arrays of teacher or base,
+  and they are not loaded yet. The cut has no teacher, and trains all parameters.
 
   Args:
     built: the model and its options.
     abstract: the training state, abstract (`scmoe.training.step.abstract_state`).
-    folder: of the run; keeps the decision and measured profiles.
+    folder: keeps the decision and measured profiles.
     gpu, collect, say: see `GuidedStep`.
     same_transport: leave out candidates that set `dispatch.transport`, so that steps of several
       wirings can be compared.
@@ -245,7 +244,7 @@ def fastest_step(
 def _on_a_cut(
   make: Steps, candidates: Sequence[Variant | Change], keep: Callable[[dict[str, Any]], None]
 ) -> Variant:
-  """The fastest candidate on a cut of the run (`cut`); `Variant()` if the search was broken off."""
+  """The variant that a search on a cut of the run chooses; `Variant()` if it chooses none."""
   cut = make.built.cut()
   abstract = cut.abstract_state()
   quiet = dataclasses.replace(make, built=cut, abstract=abstract, say=lambda line: None)
@@ -271,7 +270,7 @@ def _on_whole_steps(
 ) -> Variant:
   """Compares the run as configured and with a proposed change, by whole steps; returns the winner.
 
-  If the search was broken off, that is the configured variant.
+  If the search was broken off before its choice, that is the configured variant.
 
   The change wins if `against` lets it replace the configured variant. The two are compiled one
   after the other: XLA times matrix products on the GPU as it compiles, a second compilation would
@@ -281,8 +280,8 @@ def _on_whole_steps(
     make, steps: the run's steps; the winner's stays compiled.
     proposed: the variant that the cut chose.
     found: the cut's decision; changed in place: the decision by whole steps replaces it and holds
-      it under `cut`. If the search was broken off, `found` is emptied, so that a later start tries
-      again.
+      it under `cut`. If the search was broken off before its choice, `found` is emptied, so that a
+      later start tries again.
   """
   kept: dict[str, Any] = {}
   search = Search(

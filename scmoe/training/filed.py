@@ -233,9 +233,11 @@ class Passage:
     ]
 
   def arrive(self, number: int) -> None:
-    """Waits for a layer's shards, and begins to read those of the layer `ahead` places later.
+    """Waits for a layer's shards and an earlier layer's write, and begins to read a later layer.
 
-    Call it once for each layer, in order. With `ahead` 0 it begins with the layer's own shards. It
+    That is the layer `ahead` places later, if there is one.
+
+    Call it once for each layer, in order. With `ahead` 0 it reads the layer's own shards alone. It
     does nothing if all shards lie in memory.
 
     Raises:

@@ -40,8 +40,8 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
   The devices that hold an array compute both. For an array in the host's memory the host does
   (its devices if JAX has no CPU), one array after the other; but if it is a scalar, or of a type
   outside `_EXPONENTS` and `_INTEGERS` (such as bool or complex64), its devices get a copy of it.
-  Processes that divide an array in the host's memory each read their own shards of it. With several
-  processes all must call this.
+  Processes that divide an array in the host's memory read shards of their own, each shard once.
+  With several processes all must call this.
   """
   found = {i: _walked(leaf) for i, leaf in enumerate(leaves) if _is_walked(leaf)}
   if parted := [i for i in found if not leaves[i].is_fully_addressable]:
@@ -59,7 +59,7 @@ def compile_survey(leaves: list[Any]) -> None:
   """Compiles the program of `survey` for arrays that it does not read in blocks, for jax's cache.
 
   Args:
-    leaves: `jax.ShapeDtypeStruct`s with shardings of all arrays, in the order of `survey`'s.
+    leaves: `jax.ShapeDtypeStruct`s with shardings, of the arrays of one call of `survey`, in order.
   """
   if rest := [_on_device(x) for x in leaves if not _is_walked(x)]:
     _survey.lower(rest).compile()

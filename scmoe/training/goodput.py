@@ -26,7 +26,7 @@ class Goodput:
     trained: seconds in kept steps.
     wall: seconds since the first start that `starts` counts.
     starts: number of starts whose lines are still there and have a usable time. A resumed run
-      removes the lines of starts at later steps than its own; the first start's line stays.
+      removes the lines of starts at later steps than its own.
   """
 
   trained: float

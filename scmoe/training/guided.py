@@ -46,7 +46,7 @@ class GuidedStep:
     overlap: see `OverlapConfig`.
     directory: where profiles are kept, one per program, jax version, device kind and device count.
     gpu: whether the step runs on NVIDIA GPUs; None: True if jax's default backend is a GPU.
-    variant: the `scmoe.training.variants.Variant` that the step is; only stored.
+    variant: the `scmoe.training.variants.Variant` that a training step is; only stored.
     collect: reads a program's profile from a folder that `jax.profiler` wrote.
     say: prints a line.
   """

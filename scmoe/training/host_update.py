@@ -60,7 +60,7 @@ Rule = Callable[[PyTree, PyTree, Any, Any, Any], PyTree]
 
 
 def without_kept(state: Any) -> Any:
-  """A state, abstract or real, with `ABSENT` for each array in the host's memory or a file."""
+  """A state, abstract or real, with `ABSENT` for each array of `PARTS` in host memory or a file."""
   cut = lambda x: ABSENT if is_away(x) else x
   parts = {name: jax.tree.map(cut, getattr(state, name), is_leaf=is_apart) for name in PARTS}
   return dataclasses.replace(state, **parts)
@@ -203,7 +203,7 @@ class HostStep:
     return self.run(self._program, state, batch)
 
   def run(self, program: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, dict, dict]:
-    """The step with its compiled program; may return while the last layer is on its way back.
+    """The step with its compiled program; may return while the last layers are on their way back.
 
     The scalars have `update_seconds` too: the seconds that the host's part took, once the norm of
     the gradients was known; about 0 for a step that changes nothing.

@@ -52,8 +52,7 @@ class Journal:
     """Opens the progress bar and, on process 0, the outputs.
 
     metrics.jsonl and the router files lose figures of steps after `step`. Process 0 writes a line
-    of kind `start` to metrics.jsonl, and prints the goodput so far, if known, of a run that
-    resumes.
+    of kind `start` to metrics.jsonl, and, if `step` is not 0, prints the goodput so far, if known.
 
     Args:
       step: optimizer steps that the run has done.

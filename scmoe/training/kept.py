@@ -126,7 +126,7 @@ def whole_stack(parts: Sequence[Kept]) -> Array | Pieced:
 
 
 def filed(x: Array, like: InFile) -> Pieced:
-  """Writes an array to its file, a stack layer by layer, and deletes it; returns it as a `Pieced`.
+  """Writes `x` to its file, a stack layer by layer, and deletes `x`; returns it as a `Pieced`.
 
   Args:
     x: in any memory.

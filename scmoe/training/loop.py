@@ -102,12 +102,10 @@ class Trainer:
       DataError: the data ended, are not those of the checkpoint, or refuse the position that it
         stores; or metrics.jsonl is unreadable.
       CheckpointError: there are checkpoints but all are damaged, a later version of scmoe wrote
-        one, or the data fail at the position that it stores.
+        the one that is tried, or the data fail at the position that it stores.
       StorageError: the workdir cannot be written, too many saves in a row failed, or the file of
         moments (mesh.moments_in=files) cannot be made, read or written.
-      NonFiniteError: more than train.max_skipped_in_row steps in a row were skipped (a loss or
-        gradient was not finite, or a spike), or one was a spike with train.spike_action=stop; or a
-        state that was to be saved is not finite.
+      NonFiniteError: as `Run.flush`; or a state that was to be saved is not finite.
       Preempted: asked to stop (signal or train.stop_after), and saved.
     """
     train, accumulation = self.built.train, self.check()
@@ -267,8 +265,8 @@ class Run:
   def _while_read(self, meta: dict[str, Any]) -> None:
     """Describes the run and compiles, while another thread reads the arrays of a checkpoint.
 
-    Reading and compiling take seconds (3 s for 4 GB; 5 s to trace and load a kept program), so they
-    run side by side. A run that has no step left to do, or was asked to stop, compiles nothing.
+    Reading and compiling may take seconds, so they run side by side. A run that has no step left to
+    do, or is to stop (`interrupted`), compiles nothing.
 
     Args:
       meta: of that checkpoint. Should its arrays prove damaged, the one before it is read instead,
@@ -478,7 +476,7 @@ class Run:
     loss scale of an overflow.
 
     Raises:
-      NonFiniteError: more than train.max_skipped_in_row steps in a row were skipped, or this one
+      NonFiniteError: the step's `TrainState.skipped_in_row` exceeds train.max_skipped_in_row, or it
         was a spike with train.spike_action=stop.
     """
     self.settle()
@@ -543,7 +541,7 @@ class Run:
     self._pause()
 
   def evaluate(self) -> None:
-    """Evaluates this step after `flush`, if the trainer can; a request to stop drops the result."""
+    """Evaluates this step after `flush`, if the trainer can; a request to stop may leave no result."""
     if self.trainer.evaluate is None:
       return
     self.flush()

@@ -541,7 +541,7 @@ class Run:
     self._pause()
 
   def evaluate(self) -> None:
-    """Evaluates this step after `flush`, if the trainer can; a request to stop may leave no result."""
+    """Evaluates this step after `flush`, if the trainer can; a stop may end it early."""
     if self.trainer.evaluate is None:
       return
     self.flush()

@@ -59,9 +59,9 @@ def remove_cut(cache: Path) -> None:
   """Removes the programs in `cache` that are not whole, and says how many in a warning.
 
   A process that is killed as it writes a program, or whose disk is full, leaves the first part. jax
-  cannot read that, compiles anew at every start, and never overwrites a file. Only programs that the
-  last check left unread are read, and none of the last `_YOUNG` seconds, which may be unfinished. A
-  folder that is not there, or cannot be read or written, is left as it is.
+  cannot read that, compiles anew at every start, and never overwrites a file. Only programs that
+  the last check left unread are read, and none of the last `_YOUNG` seconds, which may be
+  unfinished. A folder that is not there, or cannot be read or written, is left as it is.
   """
   now, stamp, cut = time.time(), cache / _CHECKED, 0
   with contextlib.suppress(OSError):

@@ -377,7 +377,7 @@ def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
     function = manual(local, static.mesh, specs, (_ROWS, _ROWS, of_caches, of_requested))
     return function(params, router, lengths_B, key, made, token_B, caches)
 
-  # The caches are donated, so XLA updates them in place and memory holds them once.
+  # The caches are donated, so that XLA can update them in place.
   options = static.compiler_options() | (_ONE_BY_ONE if in_order else {})
   return jax.jit(program, donate_argnums=6, compiler_options=options)
 

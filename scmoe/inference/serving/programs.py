@@ -1,12 +1,11 @@
 """A server's programs: one makes the caches, one adds a token to slots, one also reads prompts.
 
 The last two have few shapes: rows without work are masked, visit no routed expert and write to no
-page.
-The last one passes the tokens of slots and prompts through the model together, so that it reads the
-weights once (Sarathi-Serve, arXiv 2403.02310). Only attention is computed for each apart. The
-attention caches are a pool of pages (`scmoe.layers.pages`), which both update in place. On a
-mesh, every index on the axes of tokens (`TOKEN_AXES`) is a *part* with its own slots and its own
-pool; the numbers in a page table count the pages of the row's own part.
+page. The last one passes the tokens of slots and prompts through the model together, so that it
+reads the weights once (Sarathi-Serve, arXiv 2403.02310). Only attention is computed for each apart.
+The attention caches are a pool of pages (`scmoe.layers.pages`). On a mesh, every index on the axes
+of tokens (`TOKEN_AXES`) is a *part* with its own slots and its own pool; the numbers in a page
+table count the pages of the row's own part.
 
     B  slots of a part      R  rows of a part for pieces of prompts      C  tokens of such a row
     P  pages of a row's table
@@ -217,7 +216,7 @@ def _jitted(static: Static, local: Any, results: int) -> Any:
     function = manual(with_model, static.mesh, specs, (of_caches, *[_ROWS] * (results - 1)))
     return function(params, router, caches, token_B, rows, draws)
 
-  # The caches are donated, so XLA updates them in place and memory holds them once.
+  # The caches are donated, so that XLA can update them in place.
   return jax.jit(program, donate_argnums=2, compiler_options=static.compiler_options())
 
 

@@ -73,8 +73,8 @@ class Vitals:
 
     Args:
       step: number of the last step whose results were read.
-      percentiles: returns median and 99th percentile of whole steps, in seconds; called if the file
-        is written.
+      percentiles: returns median and 99th percentile of whole steps, in seconds; called only when a
+        write is due.
     """
     now = time.monotonic()
     if now - self._last < BEAT_SECONDS:

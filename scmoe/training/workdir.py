@@ -35,7 +35,7 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
 
   Raises:
     ConfigError: a file is in the way, or `path` is no usable path.
-    StorageError: it cannot be created or written; nothing that was created stays.
+    StorageError: it cannot be created or written; empty folders that were created are removed.
   """
   text = os.fspath(path)
   if not text or "\0" in text or any(len(part) > 255 for part in Path(text).parts):

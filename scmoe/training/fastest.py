@@ -200,8 +200,9 @@ def fastest_step(
       that of the run as configured.
 
   Raises:
-    ConfigError: `train.tune` is malformed, or a candidate whose step is made here does not fit the
-      run, e.g. an r that does not divide the devices.
+    ConfigError: `train.tune` is malformed; or the model refuses its only candidate, e.g. an r that
+      does not divide the devices, or, in a search here, the run as configured. Of several
+      candidates a search leaves out those that the model refuses.
   """
   make = Steps(built, abstract, folder, gpu, collect, say)
   steps, tuned = StepVariants(make), parse_candidates(built.train.tune)

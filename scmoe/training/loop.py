@@ -396,7 +396,7 @@ class Run:
     at once, too.
 
     Raises:
-      ConfigError: a candidate of `train.tune` does not fit the run.
+      ConfigError: no candidate of `train.tune` fits the run.
       DataError: the data ended.
       NonFiniteError: as `flush`.
       StorageError: the file of moments (mesh.moments_in=files) cannot be read or written.

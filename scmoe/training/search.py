@@ -60,10 +60,10 @@ def against(candidate: Timing, kept: Timing, margin: float) -> tuple[bool, str]:
 class Search:
   """A training step that tries its variants, measures them in turns, and stays with the fastest.
 
-  Call it like the step. The first candidate is always tried. Another one, unless it is compiled
-  `together` with the first, is tried only if it would fit into what is left of `seconds`, were it
-  as slow to prepare as the slowest so far, and into what is left of `most_steps`. Process 0's
-  times decide for all processes.
+  Call it like the step. A candidate that the model refuses (ConfigError) is left out. The first of
+  the others is always tried. Another one, unless it is compiled `together` with the first, is tried
+  only if it would fit into what is left of `seconds`, were it as slow to prepare as the slowest so
+  far, and into what is left of `most_steps`. Process 0's times decide for all processes.
 
   Args:
     steps: the variants.
@@ -123,8 +123,10 @@ class Search:
     # that is compiled side by side with others they begin with the first compilation of all, and
     # hold the warm-up of all and the first timed steps of the variants before it.
     self.prepared: dict[Variant, float] = {}
-    # Why a variant is left out: no time or no steps were left for it, or XLA could not compile it.
+    # Why a variant is left out: no time or no steps were left for it, the model refuses it, or XLA
+    # could not compile it.
     self.untried: dict[Variant, str] = {}
+    self._refusal: ConfigError | None = None  # of the first variant that the model refused
     self.chosen: Variant | None = None
     self._keep, self._say, self._clock = keep, say, clock
     self._given: tuple[Any, ...] = ()
@@ -206,7 +208,11 @@ class Search:
     return self._counted(self.best.again(*args))
 
   def compile(self, *args: Any) -> None:
-    """Compiles the first candidate (or the first `together`) for arguments of these shapes."""
+    """Compiles the first candidate (or the first `together`) for arguments of these shapes.
+
+    Raises:
+      ConfigError: the model refuses the run as configured, or every candidate.
+    """
     self._given = args
     self._visit = next(self._visits)
 
@@ -293,11 +299,12 @@ class Search:
         self.untried[candidate] = "no time left"
         continue
       self._say(f"schedule: trying {candidate}")
-      start, step = self._clock(), self.steps.step(candidate)
-      compile = functools.partial(step.compile, *self._given)
-      if not self._compiled(candidate, compile, required=not self.prepared):
-        continue
-      yield from self._prepared(candidate, start)
+      start, compile = self._clock(), functools.partial(self._compile, candidate)
+      if self._compiled(candidate, compile, required=not self.prepared):
+        yield from self._prepared(candidate, start)
+    if not self.prepared:
+      assert self._refusal is not None
+      raise self._refusal
     if len(self.prepared) > 1:
       self.measured.clear()
       for _ in range(self.rounds):
@@ -310,18 +317,22 @@ class Search:
     """
     start, likely, last = self._clock(), list[Variant](), Variant()
     for change in self.candidates[: self.together]:
-      last = self._changed(last, change)
-      likely += [last] if last not in likely else []
+      candidate = self._changed(last, change)
+      if self._compiled(candidate, functools.partial(self.steps.step, candidate)):
+        last = candidate
+        likely += [last] if last not in likely else []
+    if not likely:
+      return
     self._say(f"schedule: trying {'; '.join(map(str, likely))}")
     with concurrent.futures.ThreadPoolExecutor(len(likely)) as pool:
       # No step runs meanwhile: XLA times matrix products on the GPU as it compiles, and a step's
       # profile would measure those too.
-      jobs = []
+      jobs = {}
       # jax traces each candidate while XLA compiles the ones before it.
       for c in likely:
-        self.steps.step(c).compile(*self._given, later=True)
-        jobs.append(pool.submit(self.steps.step(c).finish))
-      likely = [c for c, job in zip(likely, jobs) if self._compiled(c, job.result, c == likely[0])]
+        if self._compiled(c, functools.partial(self._compile, c, later=True), c == likely[0]):
+          jobs[c] = pool.submit(self.steps.step(c).finish)
+      likely = [c for c, job in jobs.items() if self._compiled(c, job.result, c == likely[0])]
       if first_decides(self._clock() - start > self.seconds):
         self.untried |= dict.fromkeys(likely[1:], "no time left")
         likely = likely[:1]
@@ -359,20 +370,34 @@ class Search:
       return Variant(**{**best.given, **change.given})
     return change(best)
 
+  def _compile(self, candidate: Variant, later: bool = False) -> None:
+    """Makes a candidate's step and compiles it; see `GuidedStep.compile`."""
+    self.steps.step(candidate).compile(*self._given, later=later)
+
   def _compiled(
-    self, candidate: Variant, compile: Callable[[], None], required: bool = False
+    self, candidate: Variant, compile: Callable[[], Any], required: bool = False
   ) -> bool:
-    """Compiles a candidate; False, and it is left out, if XLA fails on any process.
+    """Compiles a candidate; False, and it is left out, if it cannot be compiled.
+
+    That is if the model refuses it, as it does on all processes alike, or if XLA fails on any.
 
     Args:
       candidate: which one.
-      compile: compiles it.
-      required: every process raises an error instead: XLA's (e.g. too little memory) or, where XLA
-        did not fail, one that says so.
+      compile: makes or compiles its step.
+      required: where XLA fails, every process raises an error instead: XLA's (e.g. too little
+        memory) or, where XLA did not fail, one that says so.
+
+    Raises:
+      ConfigError: the candidate is the run as configured, and the model refuses it.
     """
     failed: Exception | None = None
     try:
       compile()
+    except ConfigError as error:
+      if not candidate.given:
+        raise
+      self._refusal = self._refusal or error
+      return self._left_out(candidate, f"does not fit the run: {error}")
     except jax.errors.JaxRuntimeError as error:
       failed = error
     if all_agree(failed is None):
@@ -381,8 +406,12 @@ class Search:
       # A process that alone went on would wait for the others in the first step.
       raise failed or jax.errors.JaxRuntimeError(f"{candidate} does not compile on another process")
     problem = " ".join(str(failed).split())[:200] if failed else "on another process"
-    self.untried[candidate] = f"does not compile: {problem}"
-    self._say(f"schedule: {candidate} {self.untried[candidate]}")
+    return self._left_out(candidate, f"does not compile: {problem}")
+
+  def _left_out(self, candidate: Variant, why: str) -> bool:
+    """Notes and says why a candidate is left out; returns False."""
+    self.untried[candidate] = why
+    self._say(f"schedule: {candidate} {why}")
     return False
 
   def _affordable(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from training_fakes import trainer
 
+from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
 from scmoe.profiling.timer import Timing
 from scmoe.training import fastest
@@ -74,13 +75,19 @@ def search(costs, clock=None, **options):
   """A search over the candidates chunks=1, 2, 4, ..., and its fakes; `costs` are their seconds."""
   clock = clock or Clock()
   own = {name: options.pop(name) for name in ("profiled", "compiling") if name in options}
-  fails = options.pop("fails", ())
+  fails, refused = options.pop("fails", ()), options.pop("refused", ())
   fakes = {
     n: FakeStep(Variant(chunks=n), clock, c, fails=n in fails, **own) for n, c in costs.items()
   }
   candidates = parse_candidates("chunks=" + ",".join(map(str, costs)))
   lines = []
-  steps = StepVariants(lambda variant: fakes[variant.chunks])
+
+  def make(variant):
+    if variant.chunks in refused:
+      raise ConfigError(f"dispatch.chunks={variant.chunks} does not fit")
+    return fakes[variant.chunks]
+
+  steps = StepVariants(make)
   return Search(steps, candidates, say=lines.append, clock=clock, **options), fakes, lines
 
 
@@ -271,6 +278,41 @@ def test_a_candidate_that_does_not_compile_is_left_out():
   train(found)
   assert found.chosen == Variant(chunks=2)
   assert any("chunks=4 does not compile: RESOURCE_EXHAUSTED" in line for line in lines)
+
+
+@pytest.mark.parametrize("refused", [(2,), (1, 4)], ids=["a later one", "the first"])
+@pytest.mark.parametrize("together", [1, 3], ids=["one by one", "side by side"])
+def test_a_candidate_that_the_model_refuses_is_left_out(refused, together):
+  costs = {n: [9.0 / n] * 23 for n in (1, 2, 4, 8)}
+  options = {"on_best": together > 1, "together": together}
+  found, fakes, lines = search(costs, refused=refused, **options)
+  train(found)
+  assert found.chosen == Variant(chunks=8)
+  why = {Variant(chunks=n): f"does not fit the run: dispatch.chunks={n} does not fit"
+         for n in refused}  # fmt: skip
+  assert found.untried == why
+  for variant, words in why.items():
+    assert lines.count(f"schedule: {variant} {words}") == 1
+  assert [n for n, fake in fakes.items() if not fake.calls] == list(refused)
+  assert len(found.decision()["not_tried"]) == len(refused)
+
+
+@pytest.mark.parametrize("together", [1, 2], ids=["one by one", "side by side"])
+def test_a_run_of_which_the_model_refuses_every_candidate_ends(together):
+  options = {"on_best": together > 1, "together": together}
+  found, _, lines = search({1: [], 2: []}, refused=(1, 2), **options)
+  with pytest.raises(ConfigError, match="chunks=1 does not fit"):
+    found(0, {})
+  assert sum("does not fit" in line for line in lines) == 2
+
+
+def test_a_run_that_the_model_refuses_as_configured_ends():
+  def make(variant):
+    raise ConfigError("a capacity of 0")
+
+  found = Search(StepVariants(make), (Variant(), Variant(chunks=1)), say=lambda line: None)
+  with pytest.raises(ConfigError, match="a capacity of 0"):
+    found(0, {})
 
 
 def test_one_that_cannot_run_as_configured_says_so():

@@ -20,13 +20,14 @@ The arms take turns; each turn makes its state anew, runs one step, and times th
 
 First the link is timed, each way alone and both at once, and then the host: AdamW on jax's CPU, in
 bytes that it reads and writes a second, and the disk of --folder. The planner's figure of an arm is
-a step's computation, and the copies at these speeds, those of the link both ways at once. Of the
-experts' copies beside the passes the part counts that outlasts the computation. The computation is
-what the arm `device` took; without that arm it is the model's FLOPs at --mfu of the peak. What can
-be hidden of the copies of `blocking` is what the plan of `host` takes less. Peak memory is the
-process's so far, so the arm that needs least comes first; and as jax keeps pinned memory that it
-once had, arms whose host computes come before those that need much of it. --tiny runs a tiny model
-on a CPU, which has one memory and copies nothing: its times mean nothing.
+a step's computation, and the copies at these speeds: those of the link both ways at once, and for
+an arm that copies one way at a time those of each way alone. Of the experts' copies beside the
+passes the part counts that outlasts the computation. The computation is what the arm `device` took;
+without that arm it is the model's FLOPs at --mfu of the peak. What can be hidden of the copies of
+`blocking` is what the plan of `host` takes less. Peak memory is the process's so far, so the arm
+that needs least comes first; and as jax keeps pinned memory that it once had, arms whose host
+computes come before those that need much of it. --tiny runs a tiny model on a CPU, which has one
+memory and copies nothing: its times mean nothing.
 """
 
 from __future__ import annotations
@@ -184,17 +185,27 @@ def planned(args: argparse.Namespace) -> Any:
   return run.resolve(num_devices=1, vocab_size=vocab_size(run.data))
 
 
-def figures(arms: dict[str, Arm], plans: dict[str, Any], rate: float, mfu: float) -> dict[str, Any]:
-  """The entries of all arms in the results file: times, bytes, and the planner's figures."""
+def figures(
+  arms: dict[str, Arm], plans: dict[str, Any], speed: dict[str, float], mfu: float
+) -> dict[str, Any]:
+  """The entries of all arms in the results file: times, bytes, and the planner's figures.
+
+  Args:
+    arms, plans: by name.
+    speed: of the link, see `link_speed`.
+    mfu: of the computation, where no arm `device` measured it.
+  """
+  both, in_turn = 1e9 * speed["both"], 2e9 / (1 / speed["in"] + 1 / speed["out"])
   found = {name: arm.figures() for name, arm in arms.items()}
   seconds = {name: statistics.median(arm.seconds) for name, arm in arms.items()}
   plan = next(iter(plans.values())).step_needs
   peak = next(iter(arms.values())).built.peak_flops or 1e12
   compute = seconds["device"] if "device" in seconds else plan.flops / (mfu * peak)
   passes = {name: p.away.passes if p.away else None for name, p in plans.items()}
-  beside = {name: p.seconds(rate) if p else 0.0 for name, p in passes.items()}
+  beside = {name: p.seconds(both) if p else 0.0 for name, p in passes.items()}
   copies = {
-    name: max(beside[name] - compute, 0.0) + (p.away.seconds(rate) if p.away else 0.0)
+    name: max(beside[name] - compute, 0.0)
+    + (p.away.seconds(both if p.away.ahead else in_turn) if p.away else 0.0)
     for name, p in plans.items()
   }
   for name, own in found.items():
@@ -294,7 +305,7 @@ def main() -> None:
       arm.turn(args.calls)
       peaks.setdefault(name, (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"))
       say(f"{name}: {1e3 * arm.seconds[-1]:.2f} ms")
-  found = figures(arms, plans, 1e9 * speed["both"], args.mfu)
+  found = figures(arms, plans, speed, args.mfu)
   for name, own in found.items():
     own["peak_bytes"] = peaks[name]
   device = jax.devices()[0].device_kind

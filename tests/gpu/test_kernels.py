@@ -138,7 +138,12 @@ def test_all_empty_patterns_of_eight_groups(normal):
 
 
 def check_ffn(x, dy, weights, layout, activation):
-  """Value (alone and with its residuals) and all gradients of the kernels against float32."""
+  """Value (alone and with its residuals) and all gradients of the kernels against float32.
+
+  The gradient of a choice's weight is one dot product, of the choice's result and `dy`. If its
+  terms cancel, its error is large beside it, but not beside other such products. So the error is
+  compared with the mean size that it has over other `dy`, here `dy` with its columns moved.
+  """
 
   def run(ffn, x, dy, weights, weight_MK):
     of = lambda *a: ffn(a[0], a[1], dataclasses.replace(layout, weight_MK=a[2]))
@@ -147,15 +152,24 @@ def check_ffn(x, dy, weights, layout, activation):
 
   poison()
   config = FFNConfig(activation=activation, backend="mosaic_gpu")
-  kernel = functools.partial(run, functools.partial(expert_ffn, config=config))
-  reference = functools.partial(run, functools.partial(expert_ffn_reference, activation=activation))
+  kernel = jax.jit(functools.partial(run, functools.partial(expert_ffn, config=config)))
+  oracle = functools.partial(expert_ffn_reference, activation=activation)
+  reference = jax.jit(functools.partial(run, oracle))
   given = x, dy, weights, layout.weight_MK
-  got = jax.jit(kernel)(*given)
-  want = jax.jit(reference)(*jax.tree.map(lambda a: a.astype(jnp.float32), given))
+  got = kernel(*given)
+  x, dy, *rest = jax.tree.map(lambda a: a.astype(jnp.float32), given)
+  want = reference(x, dy, *rest)
   # ReLU's derivative jumps, so a pre-activation rounded across zero changes a whole entry.
   limit = 3e-2 if "relu" in activation or "reglu" in activation else 1e-2
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+  (*got, (*got_gradients, got_weight)), (*want, (*want_gradients, want_weight)) = got, want
+  found, exact = jax.tree.leaves((got, got_gradients)), jax.tree.leaves((want, want_gradients))
+  for a, b in zip(found, exact, strict=True):
     assert relative_error(a, b) < limit
+  if want_weight is None:
+    return
+  others = [reference(x, jnp.roll(dy, n, -1), *rest)[2][2] for n in range(8)]
+  size = np.sqrt(np.mean([np.sum(np.square(other)) for other in others]))
+  assert np.linalg.norm(got_weight - want_weight) < limit * size
 
 
 def ffn_weights(normal, activation, width, hidden, groups, with_bias):

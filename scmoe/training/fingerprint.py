@@ -74,7 +74,7 @@ def _on_device(x: Any) -> Any:
 
 # -- large arrays on a CPU, and arrays in the host's memory ----------------------------------------
 # On a CPU, XLA writes the mixed words to memory before it adds them: twice the size of a bfloat16
-# array. That takes ten times as long as a loop over blocks that stay in registers, so large arrays
+# array. That takes much longer than a loop over blocks that stay in registers, so large arrays
 # there are read in such blocks if one process has all of their devices. So are arrays of any size,
 # except scalars, in the host's memory (`scmoe.training.host_arrays`). Both hold for the types of
 # `_EXPONENTS` and `_INTEGERS` only.

@@ -107,6 +107,7 @@ class Trainer:
         moments (mesh.moments_in=files) cannot be made, read or written.
       NonFiniteError: as `Run.flush`; or a state that was to be saved is not finite.
       Preempted: asked to stop (signal or train.stop_after), and saved.
+      Exception: those of `evaluate`, `warm_start` and `teacher`.
     """
     train, accumulation = self.built.train, self.check()
     workdir = prepare_workdir(self.workdir)
@@ -390,7 +391,7 @@ class Run:
     `mesh.moments_update=host`, as long as `train.tune` measures, and when a profile is complete
     (`GuidedStep`).
 
-    If the step is a `RepeatingStep` (`dispatch.overflow=repeat`), it waits for the previous step
+    If the step is a `RepeatingStep` (`dispatch.overflow=repeat`), this waits for the previous step
     before the dispatch, and runs it again if rows were left over (`settle`). Results are logged
     where that is due (`flush`). If the run may end with the dispatched step, its results are read
     at once, too.
@@ -457,7 +458,7 @@ class Run:
   def settle(self) -> None:
     """Runs the pending step again if rows were left over in it (`dispatch.overflow=repeat`).
 
-    If the step is a `RepeatingStep`, it waits for the pending one; otherwise it does nothing.
+    It waits for the pending step if that may have left rows over; otherwise it does nothing.
     """
     if self.pending is None or not self.step_fn.repeats:
       return

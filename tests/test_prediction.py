@@ -97,6 +97,18 @@ def test_slow_computation_hides_the_exchanges_of_a_shortcut(spread):
   assert predicted(named, slow, links).exposed < waiting.exposed
 
 
+def test_without_a_capacity_rows_are_predicted_as_those_of_dropless():
+  """`dispatch.capacity_factor=0` sends no fixed buffers, and experts compute only rows."""
+  rates = Machine(flops=1e12, memory=1e12, link=1.0, latency=0.0)
+  spread = lambda **how: predicted(
+    step_work(tiny(mesh__data=1, mesh__expert=4, **how)), rates, LINKS
+  )
+  fixed = spread(dispatch__transport="capacity")
+  without = spread(dispatch__transport="capacity", dispatch__capacity_factor=0.0)
+  assert without == spread(dispatch__transport="dropless")
+  assert without.computation < fixed.computation
+
+
 def test_computation_is_that_of_the_products():
   """With an endless memory rate the products alone count: FLOPs over rate, three times forward."""
   work = step_work(tiny(mesh__data=1, model__wiring="dense", data__seq_len=16))

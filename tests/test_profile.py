@@ -14,6 +14,7 @@ from scmoe.blocks.schedule import joined
 from scmoe.blocks.timeline import best_slot, split_window
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.models.config import ModelConfig
+from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
@@ -54,6 +55,11 @@ def test_the_modelled_schedule_of_a_large_model():
   assert best_slot(times) in ("mlp 0", "attention 1: projections", "attention 1")
   fast = modelled_times(run, "h200-nvlink")
   assert fast.dispatch < times.dispatch / 5
+  rows = lambda **how: modelled_times(
+    dataclasses.replace(run, dispatch=DispatchConfig(**how)), "h200-slow"
+  )
+  no_capacity = rows(transport="capacity", capacity_factor=0.0)
+  assert dataclasses.asdict(no_capacity) == dataclasses.asdict(rows(transport="dropless"))
   without = dataclasses.replace(run, model=dataclasses.replace(model, wiring="dense"))
   assert modelled_times(without, "h200-slow") is None
 

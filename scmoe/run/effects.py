@@ -304,14 +304,13 @@ RULES = (
   ),
   _Rule(
     ("dispatch.slack",),
-    lambda run: run.dispatch.fixed_buffers and run.dispatch.capacity_factor != 0,
+    lambda run: run.dispatch.fixed_buffers,
     "dispatch.transport={run.dispatch.transport!r} has fixed buffers",
     "set dispatch.transport=packed or dropless, or dispatch.capacity_factor",
   ),
   _Rule(
     ("dispatch.overflow",),
-    lambda run: run.dispatch.fixed_buffers and run.dispatch.capacity_factor != 0
-    and "transport" not in _tuned(run),
+    lambda run: run.dispatch.fixed_buffers and "transport" not in _tuned(run),
     "dispatch.transport={run.dispatch.transport!r} has no overflow rounds",
     "set dispatch.transport=packed or dropless",
   ),

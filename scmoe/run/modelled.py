@@ -41,7 +41,7 @@ def pair_sizes(run: RunConfig) -> Sizes:
     kv_width=max(model.num_kv_heads * model.head_dim // tensor, 1),
     experts=model.num_experts,
     k=k * run.router.real_share(k, model.num_experts, model.zero_experts),
-    capacity_factor=_rows_over_share(run, k),
+    capacity_factor=_rows_over_share(run),
     devices=mesh.expert,
     matrices=3 if is_gated(model.ffn.activation) else 2,
     inward=projection_weights(model)[0] // tensor,
@@ -49,9 +49,7 @@ def pair_sizes(run: RunConfig) -> Sizes:
   )
 
 
-def _rows_over_share(run: RunConfig, k: int) -> float:
+def _rows_over_share(run: RunConfig) -> float:
   """Rows that the exchange's buffers hold, relative to the k choices of every token."""
-  dispatch, factor = run.dispatch, abs(run.dispatch.capacity_factor)
-  if not dispatch.fixed_buffers:
-    return dispatch.slack
-  return factor or run.model.num_experts / k  # 0: room for all tokens everywhere
+  dispatch = run.dispatch
+  return abs(dispatch.capacity_factor) if dispatch.fixed_buffers else dispatch.slack

@@ -121,12 +121,12 @@ class DispatchConfig(Options, path="dispatch"):
 
   @property
   def fixed_buffers(self) -> bool:
-    """Whether the transport is `capacity`, which sends rows once, in buffers of one size.
+    """Whether rows are sent once, in buffers of one size, as `capacity` does.
 
-    It is True also where rows travel as with `dropless`: if `capacity_factor` is 0, and in calls
-    that must drop nothing.
+    False with its `capacity_factor` 0, which sends rows as `dropless` does. So do calls that must
+    drop nothing, whatever this says.
     """
-    return self.kind is not None and not self.kind.in_rounds
+    return self.kind is not None and not self.kind.in_rounds and self.capacity_factor != 0
 
   @property
   def repeats(self) -> bool:

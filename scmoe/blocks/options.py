@@ -135,6 +135,14 @@ class OverlapConfig(Options, path="overlap"):
     """
     return min(self.unroll, pairs) if self.unroll > 0 else 1 if self.unroll else pairs
 
+  def writes_out(self, pairs: int) -> bool:
+    """Whether a model of `pairs` pairs runs them one after the other instead of in a scan.
+
+    It does if `unroll` is 0. It also does if there are two pairs or more, and `unroll` is at least
+    their number.
+    """
+    return pairs == self.pairs_per_step(pairs) and (pairs > 1 or self.unroll == 0)
+
   def compiler_options(self, *, gpu: bool, profiling: bool = False) -> dict[str, Any]:
     """XLA options of one jitted step, for `jax.jit(..., compiler_options=)`; none but on a GPU.
 

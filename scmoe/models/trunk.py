@@ -152,13 +152,8 @@ class Trunk(nnx.Module):
 
   @property
   def written_out(self) -> bool:
-    """Whether pairs run one after the other instead of in a scan.
-
-    They do if `overlap.unroll` is 0. They also do if there are two pairs or more, and
-    `overlap.unroll` is at least their number.
-    """
-    pairs, unroll = self.config.num_pairs, self.overlap.unroll
-    return pairs == self.overlap.pairs_per_step(pairs) and (pairs > 1 or unroll == 0)
+    """Whether pairs run one after the other instead of in a scan (`OverlapConfig.writes_out`)."""
+    return self.overlap.writes_out(self.config.num_pairs)
 
   @property
   def taken_apart(self) -> bool:

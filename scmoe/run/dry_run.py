@@ -46,7 +46,7 @@ class Memory:
   Attributes:
     parameters, gradients, optimizer: exact. Where data ranks share the state (`mesh.shard_state`)
       gradients are this rank's shares; with `moments` and several microbatches they are whole until
-      the last microbatch is added.
+      the last microbatch is added, and a scan over pairs makes the shares beside them.
     activations: what one microbatch keeps for the backward pass, and what the backward pass
       recomputes of one layer at a time; an estimate, since XLA fuses.
     exchange: send and receive buffers of one dispatch and one combine.
@@ -175,7 +175,7 @@ class _Planned(NamedTuple):
   def gradients(self) -> int:
     """Bytes of float32 gradients that stay on the device until the update."""
     gone = 0 if (passes := _passes(self.away)) is None else sum(passes.gradients)
-    return self.sharing.gradient_bytes - gone
+    return self.sharing.gradient_bytes + self.sharing.scattered_bytes - gone
 
 
 def _planned(run: RunConfig) -> _Planned:

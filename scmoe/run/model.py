@@ -69,11 +69,16 @@ def _model_options(run: RunConfig) -> dict[str, Any]:
   return options | {"partitioned": run.mesh.embedding_ranks > 1}
 
 
-def derived_overlap(run: RunConfig) -> OverlapConfig:
-  """Overlap options of a resolved run, with defaults that depend on the machine filled in."""
+def derived_overlap(run: RunConfig, *, gpu: bool | None = None) -> OverlapConfig:
+  """Overlap options of a resolved run, with defaults that depend on the machine filled in.
+
+  Args:
+    run: resolved.
+    gpu: whether it runs on GPUs; None: if this process has some.
+  """
   taps, gathered = run.model.wiring_rule.taps, run.dispatch.adaptive_r == 0
   exchange = run.mesh.expert > 1 and bool(taps) and not gathered
-  gpu = jax.default_backend() == "gpu"
+  gpu = jax.default_backend() == "gpu" if gpu is None else gpu
   pairs, devices = run.model.num_pairs, run.mesh.size
   overlap = run.overlap
   if run.mesh.experts_in == "host":  # XLA moves no copy across iterations of a scan over pairs

@@ -19,6 +19,7 @@ from scmoe.parallel.mesh import TOKEN_AXES
 from scmoe.parallel.shares import AXIS, WHOLE, StateShares
 from scmoe.run import build
 from scmoe.run.config import RunConfig
+from scmoe.run.model import derived_overlap
 from scmoe.training.host_arrays import lies_on_host
 
 PyTree = Any
@@ -58,9 +59,29 @@ class Sharing:
     shares, whole = self.shares, bytes_per_device(self.shapes)
     if shares is None or (self._microbatches > 1 and not shares.parameters):
       return whole
+    return self._bytes_of_shares(self._leaves)
+
+  @property
+  def scattered_bytes(self) -> int:
+    """Bytes of shares that a step's last microbatch makes of its gradients while these are whole.
+
+    The layers of a scan over pairs read their totals from stacks that stay until the scan ends, and
+    put their shares into others. Layers that are written out have a total each, which goes when its
+    share is made; so do those of adapters, which no scan adds to. Whether there is a scan is asked
+    as on GPUs.
+    """
+    shares, pairs = self.shares, self.run.model.num_pairs
+    if shares is None or shares.parameters or self._microbatches == 1 or self.run.lora.rank:
+      return 0
+    if derived_overlap(self.run, gpu=True).writes_out(pairs):
+      return 0
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self.shapes)[0]]
+    inside = [leaf for path, leaf in zip(paths, self._leaves) if _of_pairs(path)]
+    return self._bytes_of_shares([(leaf, d) for leaf, d in inside if d != WHOLE])
+
+  def _bytes_of_shares(self, leaves: list[tuple[Any, int]]) -> int:
     ranks = self.run.mesh.data
-    parts = [(bytes_per_device(x), 1 if d == WHOLE else ranks) for x, d in self._leaves]
-    return sum(size // among for size, among in parts)
+    return sum(bytes_per_device(x) // (1 if d == WHOLE else ranks) for x, d in leaves)
 
   @property
   def gathered_bytes(self) -> int:
@@ -182,12 +203,16 @@ class Sharing:
 
     def add(path: Any, leaf: Any, read: Any, dimension: int) -> None:
       if dimension != WHOLE:
-        inside = any(getattr(key, "key", None) == STACKS[0] for key in path)
+        inside = _of_pairs(path)
         wide = jnp.dtype(leaf.dtype).itemsize
         found[inside] += bytes_per_device(leaf) * jnp.dtype(read.dtype).itemsize // wide
 
     jax.tree_util.tree_map_with_path(add, self.shapes, typed, self.shares.dimensions)
     return found[True], found[False]
+
+
+def _of_pairs(path: Any) -> bool:
+  return any(getattr(key, "key", None) == STACKS[0] for key in path)
 
 
 def bytes_per_device(tree: PyTree) -> int:

@@ -378,31 +378,37 @@ def test_small_arrays_travel_together(which):
   assert alone == {"all_gather": pairs + beside + counts, "reduce_scatter": pairs + beside}
 
 
-@pytest.mark.parametrize("mode", [night("none"), "parameters"])
-def test_microbatches_need_no_second_copy_of_the_gradients(mode):
-  """Layers of a scan add to one float32 total of all layers, the only result of the passes."""
+@pytest.mark.parametrize("mode", [night("none"), "moments", "parameters"])
+def test_microbatches_need_the_gradients_that_the_dry_run_counts(mode):
+  """Layers of a scan add to one float32 total of all layers, the only result of the passes.
+
+  If ranks share moments alone, the shares of the total are the result, and the total goes.
+  """
   deep = dataclasses.replace(DENSE, num_layers=32, width=64, mlp_hidden=64)
-  temporaries = {}
+  needed, counted = {}, {}
   for microbatches in (1, 4):
     mesh = MeshConfig(2, 1, 1, shard_state=mode)
     own = built(mode, microbatches=microbatches, mesh=mesh, remat="full", model=deep)
     shares = own.optimizer.shares
-    stored = own.specs if shares is None else shares.share_specs
+    stored = shares.share_specs if mode == "parameters" else own.specs
+    results = own.specs if shares is None else shares.share_specs
 
     def local(params, batch, own=own, shares=shares):
       read = params if shares is None else shares.to_read(params)
       key = jax.random.key(3)
       return accumulate(own.objective, read, {}, batch, key, own.specs, shares=shares)[1]
 
-    program = jax.jit(manual(local, own.mesh, (stored, P(None, BATCH_AXES)), stored))
+    program = jax.jit(manual(local, own.mesh, (stored, P(None, BATCH_AXES)), results))
     shapes = jax.tree.map(
       lambda x, spec, own=own: x.update(sharding=NamedSharding(own.mesh, spec)), own.shapes, stored
     )
     analysis = program.lower(shapes, own.random_batch()).compile().memory_analysis()
-    temporaries[microbatches] = analysis.temp_size_in_bytes
-    gradients = dry_run(own.run).memory.gradients
+    needed[microbatches] = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+    counted[microbatches] = dry_run(own.run).memory.gradients
   # With totals read from one stack and written to another it was two copies more, one for the loop.
-  assert temporaries[4] - temporaries[1] < 0.25 * gradients
+  more, expected = (of[4] - of[1] for of in (needed, counted))
+  # Smaller microbatches keep less for the backward pass, a tenth of the gradients.
+  assert abs(more - expected) < 0.3 * counted[1]
 
 
 @pytest.mark.parametrize("again", [True, False])

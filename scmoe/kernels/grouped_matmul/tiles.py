@@ -101,8 +101,8 @@ def candidates(
   _put_pingpong_first(result, product)
   _insert_pairs(result, product, out_itemsize)
   if kind not in TWO_RESULTS and n % 128 and n % 192 == 0:
-    # Tiles of 192 columns are 4 to 8 % faster than tiles of 256, which compute columns twice (2880
-    # columns; experiments/kernels).
+    # Tiles of 192 columns are 2 to 16 % faster than tiles of 256, which compute columns twice (2880
+    # columns; GPT-OSS in experiments/kernels/h200-tilings-2026-11-25.json).
     result.sort(key=lambda t: t.cols != 192)
   return result
 
@@ -144,7 +144,7 @@ def _insert_pairs(result: list[Tiling], product: Product, out_itemsize: int) -> 
   if paired and tiles_over(product.width, result[0].rows) % 2 == 0:
     # Pairs are up to 12 % faster than single CTAs, and in one case of eighteen over 2 % slower (512
     # columns). With an odd number of tiles one would be computed for nothing, 3 to 16 % slower
-    # (experiments/kernels).
+    # (experiments/kernels/h200-tilings-2026-11-25.json).
     result.insert(0, dataclasses.replace(result[0], pair="rows"))
   seen: list[Tiling] = []
   for where, form, place in PAIRS:

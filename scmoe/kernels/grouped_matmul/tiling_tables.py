@@ -1,8 +1,8 @@
 """Tables of the tilings that were found fastest: for known products, and for ranges of widths.
 
 To add a known product, put a line into `TABLE`. To change what other products take, change or add
-a row of `PINGPONG_FIRST`, `PAIRS` or `DOWN_BACKWARD`. All numbers are from H200s
-(experiments/kernels).
+a row of `PINGPONG_FIRST`, `PAIRS` or `DOWN_BACKWARD`. All numbers are from H200s; the files that
+hold them are in experiments/kernels.
 """
 
 import dataclasses
@@ -95,10 +95,10 @@ PINGPONG_FIRST = (
 
 # (products, form, where the form is inserted among those found so far). Rows are applied in order,
 # and a form is inserted once. Halves of a row tile hide the epilogue as ping-pong tiles of 128 x
-# 128 do, with the operands' traffic of tiles of 128 x 256. They are mostly 1 to 9 % faster than
-# either, except for short products of one operand and for results no wider than one tile. Pairs of
-# whole row tiles are mostly 2 to 6 % faster than halves for long and wide dx, and up to 5 % slower
-# for others.
+# 128 do, with the operands' traffic of tiles of 128 x 256. Of 22 products of eleven models (down and
+# dx in h200-tilings-2026-11-25.json) 15 are 1 to 7 % faster than with the better of these two, and
+# five are 1 to 6 % slower. Pairs of whole row tiles make Phi-3.5's dx, 6400 into 4096, 7 % faster
+# than halves, and that of the other models up to 9 % slower (same file).
 PAIRS = (
   (Where(("dx",), gathered=False), _halved(), 0),
   (Where(("rows",), gathered=False, width=(512, math.inf), n=(512, math.inf)), _halved(), 0),
@@ -110,10 +110,12 @@ PAIRS = (
   ),
 )
 
-# Without a gather, bands of 16 are 1 to 8 % slower than bands of 8. A fifth stage, in the room of
-# half of the buffers for pre-activations, makes long products up to 9 % faster. A short product
-# does not hide the longer epilogue as well: at width 1,536 it is 2 % slower (Granite), and at 2,048
-# 3 % faster (DeepSeek-V2-Lite, OLMoE), but the whole layers of these two are no faster.
+# Without a gather, bands of 16 are up to 8 % slower than bands of 8, in nine models of eleven by 2 %
+# or more (h200-tilings-2026-11-25.json). A fifth stage, in the room of half of the buffers for
+# pre-activations, makes long products up to 9 % faster. A short product does not hide the longer
+# epilogue as well: at width 1,536 it is 2 % slower (Granite), and at 2,048 3 % faster (OLMoE,
+# DeepSeek-V2-Lite), but the whole layers of these two are no faster (h200-layers-2026-11-26.json;
+# OLMoE's product in h200-all-shapes-2026-11-26.json).
 DOWN_BACKWARD = (
   (Where(("down_backward",), gathered=True), Tiling(stages=4, pingpong=True, band=16)),
   (
@@ -124,25 +126,30 @@ DOWN_BACKWARD = (
 )
 
 # Device kind -> product -> a tiling that beat what was the first candidate then, timed in turns
-# with other tilings (experiments/kernels). The comment above a line, or above two, gives its time,
-# then that of other tilings.
+# with other tilings. The comment above a line, or above two, gives its time, then that of other
+# tilings. The file that holds both times is named above the first of its lines.
 TABLE: dict[str, dict[Key, Tiling]] = {
   "NVIDIA H200": {
+    # -- h200-tilings-2026-11-21.json, fourth machine
     # 6.521 ms with equal groups, 6.741 ms with skewed ones; with single CTAs 7.266 and 7.274 ms
     ("weights", 4096, 2048, False): _narrow("cols"),
-    # 1.875 ms with this tiling; 2.070 ms with single CTAs
-    ("weights", 1024, 2048, True): Tiling(cols=256, stages=4, band=8, pair="cols"),
+    # -- the same file, seventh machine
     # 1.788 ms with this tiling; 1.836 ms with bands of 16
     ("rows", 512, 4096, False): _halved(band=32),
     # 6.350 ms with this tiling; 6.603 ms with bands of 16
     ("rows", 2048, 4096, False): _halved(band=32),
-    # OLMoE: 1.695 ms with this tiling; 1.749 ms with bands of 16
-    ("rows", 1024, 2048, False): _halved(band=32),
-    # 0.498 ms with this tiling; 0.517 ms with single CTAs of 128 columns
-    ("rows", 512, 1536, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="cols"),
     # With skewed groups 0.280 ms, single CTAs 0.288 ms; with equal groups 0.271 ms, single CTAs
     # 0.274 ms
     ("rows", 1536, 256, False): _narrow("cols"),
+    # -- the same file, second machine
+    # 0.498 ms with this tiling; 0.517 ms with single CTAs of 128 columns
+    ("rows", 512, 1536, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="cols"),
+    # -- h200-pairs-2026-11-21.json, in the layer
+    # 1.875 ms with this tiling; 2.070 ms with single CTAs
+    ("weights", 1024, 2048, True): Tiling(cols=256, stages=4, band=8, pair="cols"),
+    # -- h200-tilings-2026-11-25.json
+    # OLMoE: 1.695 ms with this tiling; 1.749 ms with bands of 16
+    ("rows", 1024, 2048, False): _halved(band=32),
     # GPT-OSS: 0.938 and 1.893 ms with the next two tilings; 0.989 and 1.930 ms with single CTAs
     ("rows", 2880, 2880, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="rows"),
     ("dx", 2880, 2880, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="rows"),

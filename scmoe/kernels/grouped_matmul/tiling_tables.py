@@ -95,10 +95,10 @@ PINGPONG_FIRST = (
 
 # (products, form, where the form is inserted among those found so far). Rows are applied in order,
 # and a form is inserted once. Halves of a row tile hide the epilogue as ping-pong tiles of 128 x
-# 128 do, with the operands' traffic of tiles of 128 x 256. Of 22 products of eleven models (down and
-# dx in h200-tilings-2026-11-25.json) 15 are 1 to 7 % faster than with the better of these two, and
-# five are 1 to 6 % slower. Pairs of whole row tiles make Phi-3.5's dx, 6400 into 4096, 7 % faster
-# than halves, and that of the other models up to 9 % slower (same file).
+# 128 do, with the operands' traffic of tiles of 128 x 256. Of 22 products of eleven models (down
+# and dx in h200-tilings-2026-11-25.json) 15 are 1 to 7 % faster than with the better of these two,
+# and five are 1 to 6 % slower. Pairs of whole row tiles make Phi-3.5's dx, 6400 into 4096, 7 %
+# faster than halves, and that of the other models up to 9 % slower (same file).
 PAIRS = (
   (Where(("dx",), gathered=False), _halved(), 0),
   (Where(("rows",), gathered=False, width=(512, math.inf), n=(512, math.inf)), _halved(), 0),
@@ -110,8 +110,8 @@ PAIRS = (
   ),
 )
 
-# Without a gather, bands of 16 are up to 8 % slower than bands of 8, in nine models of eleven by 2 %
-# or more (h200-tilings-2026-11-25.json). A fifth stage, in the room of half of the buffers for
+# Without a gather, bands of 16 are up to 8 % slower than bands of 8, in nine models of eleven by
+# 2 % or more (h200-tilings-2026-11-25.json). A fifth stage, in the room of half of the buffers for
 # pre-activations, makes long products up to 9 % faster. A short product does not hide the longer
 # epilogue as well: at width 1,536 it is 2 % slower (Granite), and at 2,048 3 % faster (OLMoE,
 # DeepSeek-V2-Lite), but the whole layers of these two are no faster (h200-layers-2026-11-26.json;

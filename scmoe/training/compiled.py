@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import zstandard
 from jax.experimental.compilation_cache import compilation_cache
 
 from scmoe.base.output import warn
@@ -22,6 +21,7 @@ PROGRAMS = "programs"  # folder of jax's compilation cache in the run's or the u
 CACHE, _LEAST = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
 # Programs that compile in fewer seconds are not kept, unless jax's own limit (`_LEAST`) is lower.
 _WORTH = 0.1
+_ZSTD, _ZLIB = b"\x28", b"\x78"  # the first byte of a compressed file
 _CHECKED = ".checked"  # its time is that of the folder's last check
 _YOUNG = 300.0  # seconds for which another process may still be writing an entry
 
@@ -81,16 +81,22 @@ def remove_cut(cache: Path) -> None:
 def _whole(file: Path) -> bool:
   """False if the file ends before its compressed data do, or these are damaged.
 
-  jax compresses a program by zstd or zlib. True for a file that begins like neither of them, except
-  for zeros alone, which a loss of power leaves.
+  jax compresses a program by zstd if the package zstandard is there, else by zlib. True for a file
+  that begins like neither of them, except for zeros alone, which a loss of power leaves. True also
+  for one of zstd where the package is missing.
   """
   with file.open("rb") as source:
     piece = source.read(1 << 20)
     if not piece.strip(b"\0"):
       return False
-    if piece[:1] == zstandard.FRAME_HEADER[:1]:
-      stream = zstandard.ZstdDecompressor().decompressobj()
-    elif piece[:1] == b"\x78":
+    errors: tuple[type[Exception], ...] = (zlib.error,)
+    if piece[:1] == _ZSTD:
+      try:
+        import zstandard  # a training starts without it
+      except ModuleNotFoundError:
+        return True
+      stream, errors = zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError,)
+    elif piece[:1] == _ZLIB:
       stream = zlib.decompressobj()
     else:
       return True
@@ -98,7 +104,7 @@ def _whole(file: Path) -> bool:
       while piece and not stream.eof:
         stream.decompress(piece)
         piece = source.read(1 << 20)
-    except (zstandard.ZstdError, zlib.error):
+    except errors:
       return False
     return stream.eof
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import zlib
 from collections import Counter
 
@@ -145,6 +146,18 @@ def test_no_whole_program_is_removed(tmp_path, capsys):
   remove_cut(tmp_path / "none")
   assert not (tmp_path / "none").exists()
   assert not capsys.readouterr().err
+
+
+def test_without_zstandard_its_entries_stay(tmp_path, monkeypatch, capsys):
+  """A machine without the package starts; jax there writes and reads zlib's entries alone."""
+  monkeypatch.setitem(sys.modules, "zstandard", None)
+  formats = {"zstd": zstandard.ZstdCompressor().compress, "zlib": zlib.compress}
+  for name, compress in formats.items():
+    (tmp_path / f"{name}-cache").write_bytes(compress(b"text" * 1000)[:-1])
+    os.utime(tmp_path / f"{name}-cache", (1e9, 1e9))
+  remove_cut(tmp_path)
+  assert {path.name for path in tmp_path.iterdir()} == {"zstd-cache", ".checked"}
+  assert "to compile them again: 1" in capsys.readouterr().err
 
 
 def test_a_cache_that_is_set_stays(tmp_path, no_cache):

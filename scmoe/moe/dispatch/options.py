@@ -91,8 +91,9 @@ class DispatchConfig(Options, path="dispatch"):
   )
   groups: int = option(
     0,
-    "capacity groups the batch is split into; a multiple of the devices that share its tokens (data "
-    "x expert x sequence), 0 for one per device. Drops do not depend on the mesh for a fixed number of groups",
+    "capacity groups the batch is split into; a multiple of the devices that share its tokens "
+    "(data x expert x sequence), 0 for one per device. Drops do not depend on the mesh for a fixed "
+    "number of groups",
     minimum=0,
   )
   chunks: int = option(

@@ -19,7 +19,7 @@ from typing import ClassVar
 from scmoe.kernels import ptx
 
 LANES = 32
-WARPS = 4  # Warps of a block; eight are no faster.
+WARPS = 4  # Warps of a block.
 ALIGNED = 128  # The first stage begins at a multiple of so many bytes.
 WORD = 4  # Bytes of an int32.
 BARRIER = 8  # Bytes of a barrier.

@@ -1,7 +1,7 @@
 """The experts of this device, rows -> rows: feed-forward networks, or a user's own module.
 
-`ExpertSource` says where a model's experts are while it runs. By default, and always in training,
-a pair's experts are on the device when the pair begins (`OnDevice`). In generation
+`ExpertSource` says how a pass gets at a model's experts. By default, and always in training, a
+pair's experts are on the device when the pair begins (`OnDevice`). In generation
 `scmoe.offload.experts.Migration` can copy them from the host's memory or from files.
 """
 
@@ -175,7 +175,7 @@ class LayerParams(Protocol):
 
 
 class ExpertSource(Protocol):
-  """Says in which memory a model's experts are, and how a pass reads them from there.
+  """Says how a pass gets at a model's experts: they are on the device, or it copies them there.
 
   An implementation is hashable, since jax compiles it into the program as a constant.
   """

@@ -28,8 +28,8 @@ def compile_only(built: Trainable, workdir: str | os.PathLike[str]) -> None:
     workdir: of the run.
 
   Raises:
-    ConfigError: `train.tune` is malformed or names one variant, which does not fit the run; or the
-      folder cannot be a run's.
+    ConfigError: `train.tune` is malformed; the step that is to be compiled does not fit the run; or
+      the folder cannot be a run's.
     StorageError: the folder cannot be written.
   """
   folder = prepare_workdir(workdir)

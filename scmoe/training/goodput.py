@@ -1,10 +1,11 @@
 """Goodput: the share of wall-clock time in which a run did steps that it kept.
 
-Everything else counts as lost: starting, compiling, saving, evaluating, steps that were done again
-after the run died, and time in which it did not run. metrics.jsonl has all that this needs: lines
-of kind `start` for the run's starts, and lines of kind `train`, most with a mean of the seconds per
-step. Lines of steps that are done again are removed when the run resumes, so these steps count
-once.
+Everything else counts as lost: starting, with the first step's compilation; saving, evaluating,
+steps that were done again after the run died, and time in which it did not run. What a later step
+compiles, such as the candidates of `train.tune`, counts as a part of that step. metrics.jsonl has
+all that this needs: lines of kind `start` for the run's starts, and lines of kind `train`, most
+with a mean of the seconds per step. Lines of steps that are done again are removed when the run
+resumes, so these steps count once.
 """
 
 from __future__ import annotations

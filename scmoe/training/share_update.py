@@ -1,4 +1,4 @@
-"""The part of a training step that differs where data ranks share the state (`mesh.shard_state`).
+"""Where data ranks share the state (`mesh.shard_state`): how it is stored, and the update.
 
 A rank updates its shares of the parameters with its shares of the moments and of the gradients.
 With `moments` it then gathers the updated shares. For parameters that are stored in halves

@@ -61,7 +61,8 @@ def remove_cut(cache: Path) -> None:
   A process that is killed as it writes a program, or whose disk is full, leaves the first part. jax
   cannot read that, compiles anew at every start, and never overwrites a file. Only programs that
   the last check left unread are read, and none of the last `_YOUNG` seconds, which may be
-  unfinished. A folder that is not there, or cannot be read or written, is left as it is.
+  unfinished; what `_whole` cannot judge stays. A folder that is not there, or cannot be read or
+  written, is left as it is.
   """
   now, stamp, cut = time.time(), cache / _CHECKED, 0
   with contextlib.suppress(OSError):
@@ -92,7 +93,7 @@ def _whole(file: Path) -> bool:
     errors: tuple[type[Exception], ...] = (zlib.error,)
     if piece[:1] == _ZSTD:
       try:
-        import zstandard  # a training starts without it
+        import zstandard  # optional: a run can start without this package
       except ModuleNotFoundError:
         return True
       stream, errors = zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError,)

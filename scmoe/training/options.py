@@ -26,7 +26,8 @@ def tuned_values(text: str) -> dict[str, list[Any]]:
   """The values that `train.tune` gives each of its fields; {} for the empty text.
 
   Raises:
-    ConfigError: a name is not in `TUNABLE`, or a value is not one that its field takes.
+    ConfigError: a name is not in `TUNABLE`, or a value is neither one of its words nor, where it
+      has none, a whole number. Whether the run can have that number is not checked here.
   """
   found: dict[str, list[Any]] = {}
   for part in text.split():
@@ -334,9 +335,9 @@ class CheckpointConfig(Options, path="checkpoint"):
 class DistributedConfig(Options, path="distributed"):
   """How the processes of a run find each other and give up a silent one (section `distributed`).
 
-  Under SLURM, or for one process, nothing has to be set. Otherwise every process gets the same
-  coordinator and count and its own id, here or as SCMOE_COORDINATOR, SCMOE_NUM_PROCESSES and
-  SCMOE_PROCESS_ID.
+  For tasks that SLURM's srun starts, or for one process, nothing has to be set. Otherwise every
+  process gets the same coordinator and count and its own id, here or as SCMOE_COORDINATOR,
+  SCMOE_NUM_PROCESSES and SCMOE_PROCESS_ID.
   """
 
   coordinator: str = option("", "host:port of process 0; empty: from SLURM or the environment")

@@ -50,7 +50,8 @@ SAFE = (
   "distributed",
 )
 # Fields of `model` and `router` that may differ where only parameters are read: outside training
-# they do not decide which function of a single document the parameters compute, but for rounding.
+# they do not decide which function of a single document the parameters compute, but for rounding
+# and for which choices are dropped where experts have a capacity.
 _CHOSEN = {
   "model": ("dtype", "document_mask", "init_std"),
   "router": ("noise", "balance", "balance_over", "balance_loss", "z_loss", "bias_rate",

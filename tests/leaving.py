@@ -46,7 +46,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
      for wiring, rule in WIRINGS.items() if rule.taps},
   **{f"{wiring}, dense layers": _case(
        {"wiring": wiring, "moe_every": 1, "dense_layers": "0,2", "num_layers": 5})
-     for wiring in ("topk", "scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe", "farskip")},
+     for wiring in ("topk", "scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe", "farskip",
+                    "farskip_routed")},
   **{f"norm {kind}, {wiring}": _case({"shortcut_norm": kind, "wiring": wiring})
      for kind in ("own", "megatron") for wiring in ("scmoe_pos2", "dgmoe")},
   **{f"norm {kind}, every block": _case(

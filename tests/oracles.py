@@ -299,7 +299,10 @@ def model(
     h = [v + p["positions"][t % length] for t, v in enumerate(h)]
 
   past: Past | None = None
-  skips, unrouted = config.wiring == "farskip", h  # the stream without the last routed experts
+  skips, unrouted = (
+    config.wiring in ("farskip", "farskip_routed"),
+    h,
+  )  # the stream without the last routed experts
   for layer, q in enumerate(p["blocks"]):
     h_input = h
     mh = add(h, attend(normed(unrouted if skips else h, q["norm_attention"]), q["attention"]))
@@ -338,6 +341,8 @@ def model(
       older, chosen = moe(preceding(2), 1)
       newer, _ = moe(current, 1, avoid=None if word == "dgmoe_repeat" else chosen)
       total = add(newer, older)  # Eq. 23
+    elif word == "farskip_routed":
+      total, unrouted = moe(current, config.top_k)[0], mh
     else:
       k = 2 if word == "scmoe2" else config.top_k
       position = {"scmoe_pos1": 1, "scmoe_pos2": 2, "scmoe_pos3": 3, "scmoe2": 2}

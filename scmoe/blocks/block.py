@@ -63,8 +63,8 @@ class BlockConfig(Options, path="model"):
   num_experts: int = option(8, "routed experts E", minimum=1)
   top_k: int = option(
     1,
-    "routed experts per token of topk, shared_expert, scmoe_pos1/2/3 and farskip; the shared "
-    "expert comes on top. top1, top2, scmoe2, dgmoe say their own",
+    "routed experts per token of topk, shared_expert, scmoe_pos1/2/3, farskip and farskip_routed; "
+    "a shared expert comes on top. top1, top2, scmoe2, dgmoe say their own",
     minimum=1,
   )
   moe_every: int = option(2, "every Nth block has the MoE", minimum=1)
@@ -244,6 +244,11 @@ class BlockConfig(Options, path="model"):
       raise ConfigError(
         f"{name} needs {needed} experts, model.num_experts={self.num_experts}; raise "
         f"model.num_experts to at least {needed}"
+      )
+    if rule.norm_mlp_feeds_experts and self.shortcut_norm != "shared":
+      raise ConfigError(
+        f"model.shortcut_norm={self.shortcut_norm!r} does not go with model.wiring="
+        f"{self.wiring!r}, whose experts alone read their block's norm; use 'shared'"
       )
     if rule.skips and self.shortcut_norm == "megatron":
       raise ConfigError(

@@ -128,7 +128,7 @@ class Unit(nnx.Module):
       return blocks[-1].norm_mlp(h_BSD)
     if self.own_norm is not None:
       return self.own_norm(h_BSD)
-    if self.skips:  # the shared expert reads the same value, so its norm serves both
+    if self.skips:  # any shared expert reads the same value, so its norm serves both
       return blocks[-1].norm_mlp(h_BSD)
     # The norm of the sublayer that reads the same value.
     norms = {

@@ -406,7 +406,8 @@ class PairWalk:
         self.main, self.shared_BSD, routed, self.inputs[0], self._fed
       )
       if self.pair.skips:
-        self.next_handed_BSD = added(jnp.zeros_like(total_BSD))
+        nothing = self.shared_BSD is None
+        self.next_handed_BSD = self.main if nothing else added(jnp.zeros_like(total_BSD))
       self.main = added(total_BSD)
       self.sums = sums if self.sums is None else jax.tree.map(jnp.add, self.sums, sums)
     elif self.pair.skips:  # a unit without experts hands over the whole stream

@@ -6,21 +6,22 @@ block l and the MoE block l+1 (paper §3, Eq. 7-10):
   H_{l-1} --attention--> H_l^MH --MLP--> H_l --attention--> H_{l+1}^MH --expert stage--> H_{l+1}
   ^ BLOCK_INPUT          ^ ATTENTION     ^ BLOCK_OUTPUT     ^ CURRENT
 
-| word          | routed experts read  | experts per token | beside them           | paper   |
-|---------------|----------------------|-------------------|-----------------------|---------|
-| dense         | –                    | –                 | MLP                   | –       |
-| top1, top2    | CURRENT              | 1, 2              | –                     | Eq. 1   |
-| topk          | CURRENT              | top_k             | –                     | Eq. 1   |
-| shared_expert | CURRENT              | top_k             | shared expert         | Eq. 6   |
-| scmoe_pos1    | BLOCK_OUTPUT         | top_k             | shared expert         | §3.1    |
-| scmoe_pos2    | ATTENTION            | top_k             | shared expert         | Eq. 7   |
-| scmoe_pos3    | BLOCK_INPUT          | top_k             | shared expert         | §3.1    |
-| scmoe_pos2_l0 | ATTENTION; in the first pair BLOCK_OUTPUT | top_k | shared expert | Table 3 |
-| scmoe2        | ATTENTION            | 2                 | shared expert         | A.4     |
-| dgmoe         | ATTENTION + CURRENT  | 1 + 1, distinct   | –                     | Eq. 23  |
-| dgmoe_repeat  | ATTENTION + CURRENT  | 1 + 1             | –                     | A.2     |
-| dgmoe_share   | as dgmoe             | 1 + 1, distinct   | –; two units share one MoE | A.2 |
-| farskip       | BLOCK_OUTPUT         | top_k             | shared expert, skips  | –       |
+| word           | routed experts read  | experts per token | beside them           | paper   |
+|----------------|----------------------|-------------------|-----------------------|---------|
+| dense          | –                    | –                 | MLP                   | –       |
+| top1, top2     | CURRENT              | 1, 2              | –                     | Eq. 1   |
+| topk           | CURRENT              | top_k             | –                     | Eq. 1   |
+| shared_expert  | CURRENT              | top_k             | shared expert         | Eq. 6   |
+| scmoe_pos1     | BLOCK_OUTPUT         | top_k             | shared expert         | §3.1    |
+| scmoe_pos2     | ATTENTION            | top_k             | shared expert         | Eq. 7   |
+| scmoe_pos3     | BLOCK_INPUT          | top_k             | shared expert         | §3.1    |
+| scmoe_pos2_l0  | ATTENTION; in the first pair BLOCK_OUTPUT | top_k | shared expert | Table 3 |
+| scmoe2         | ATTENTION            | 2                 | shared expert         | A.4     |
+| dgmoe          | ATTENTION + CURRENT  | 1 + 1, distinct   | –                     | Eq. 23  |
+| dgmoe_repeat   | ATTENTION + CURRENT  | 1 + 1             | –                     | A.2     |
+| dgmoe_share    | as dgmoe             | 1 + 1, distinct   | –; two units share one MoE | A.2 |
+| farskip        | BLOCK_OUTPUT         | top_k             | shared expert, skips  | –       |
+| farskip_routed | BLOCK_OUTPUT         | top_k             | –; skips              | –       |
 
 `farskip` is FarSkip-Collective (arXiv 2511.11505): attention does not wait for the routed experts
 before it, nor a feed-forward sublayer for its block's attention. With f_l the residual stream after
@@ -29,6 +30,9 @@ unit l, and n_l the same without the unit's routed experts, a unit of one block 
   m       = f_l + attention(n_l)
   n_{l+1} = m + shared expert(f_l)
   f_{l+1} = n_{l+1} + routed experts(f_l)
+
+`farskip_routed` is the same without a shared expert: n_{l+1} = m. A model of `topk` has the same
+parameters, so that it becomes one with no new weights and no more arithmetic.
 
 In a unit of several blocks only the last one has experts. The others' MLPs read their block's input
 too; the attention that follows one of them reads the whole stream.
@@ -86,6 +90,14 @@ class Wiring:
     return self if self.first is None else dataclasses.replace(self, taps=(self.first,), first=None)
 
   @property
+  def norm_mlp_feeds_experts(self) -> bool:
+    """Whether routed experts read a shortcut through a norm that serves no other sublayer anyway.
+
+    It is `norm_mlp` of the MoE block; a norm of the shortcut's own would leave it without a reader.
+    """
+    return self.skips and bool(self.taps) and not self.shared_expert
+
+  @property
   def is_shortcut(self) -> bool:
     """Whether routed experts read a value older than the current one."""
     return any(tap is not Tap.CURRENT for tap in self.taps)
@@ -114,6 +126,7 @@ WIRINGS: dict[str, Wiring] = {
   "dgmoe_repeat": Wiring((Tap.ATTENTION, Tap.CURRENT), k=1),
   "dgmoe_share": Wiring((Tap.ATTENTION, Tap.CURRENT), k=1, distinct=True, units_per_moe=2),
   "farskip": Wiring((Tap.BLOCK_OUTPUT,), shared_expert=True, skips=True),
+  "farskip_routed": Wiring((Tap.BLOCK_OUTPUT,), skips=True),
 }
 
 

@@ -34,7 +34,7 @@ class Layout:
     gatings, points: see `scmoe.inference.probe.Probe`.
     second: for each gating, whether an earlier gating of the same layer uses the same experts.
     shortcut: for each gating, whether its gate reads an earlier value than the current
-      representation; False in `farskip` too, where the shared expert reads the gate's value.
+      representation; False with `Wiring.skips` too, where no feed-forward sublayer reads that one.
   """
 
   def __init__(self, trunks: Sequence[Trunk]):
@@ -105,9 +105,8 @@ class Heard:
 
   Attributes:
     routings: the `Routing` of each gating.
-    current: for each gating, the `Routing` of the same gate on the current representation, in
-      `farskip` on the value that the shared expert reads; without an expert to avoid
-      (`MoECall.avoid_T`).
+    current: for each gating, the `Routing` of the same gate on the current representation, or with
+      `Wiring.skips` on the block's input; without an expert to avoid (`MoECall.avoid_T`).
     read: for each gating, the value [B, S, D] that `current` is about, of which only the shape is
       used: a later stage of a Swin has a smaller S.
     values: the values on the main path, [B, S, D] each; `scmoe.inference.probe.Probe.points` names

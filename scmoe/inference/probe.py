@@ -54,7 +54,7 @@ class Probe:
       another expert. NaN for a layer's first gating.
     as_current_G: share of tokens whose best expert, by logit, stays the same if the gate reads the
       current representation instead of the shortcut; NaN for gatings that read the current
-      representation, and for `farskip`, whose shared expert reads the same value as the gate.
+      representation, and with `Wiring.skips`, where no feed-forward sublayer reads it.
     drop_P: share of the choices that were dropped, in each pair: the mean of the batches' shares.
     shortcut_ratio_P: |output of the routed experts| / |main path|, in each pair, over all tokens,
       even those that do not count: the mean of the batches' ratios.

@@ -26,7 +26,7 @@ from scmoe.moe.layer import MoECall
 
 ROOM = DispatchConfig(capacity_factor=0.0)  # for every token
 WIRINGS = ("dense", "top2", "shared_expert", "scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe",
-           "farskip")  # fmt: skip
+           "farskip", "farskip_routed")  # fmt: skip
 
 
 def make_pair(wiring, overlap=OverlapConfig(), **fields):
@@ -195,6 +195,18 @@ def test_farskip_reads_two_streams():
   np.testing.assert_allclose(out.h_BSD, unrouted + routed, rtol=1e-5, atol=1e-5)
   assert not np.allclose(routed, 0, atol=1e-3)
   np.testing.assert_array_equal(pair(f).h_BSD, pair(f, handed_BSD=f).h_BSD)
+
+
+def test_farskip_without_a_shared_expert_reads_two_streams():
+  pair, f, n = make_pair("farskip_routed", moe_every=1), inputs(), -inputs()
+  (block,) = pair.units[0].blocks
+  assert block.mlp is None
+  out = pair(f, handed_BSD=n)
+  unrouted = f + attention(block, n)
+  routed, _ = pair.moe(block.norm_mlp(f), MoECall(mask=jnp.ones(f.shape[:2], bool)))
+  np.testing.assert_allclose(out.handed_BSD, unrouted, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(out.h_BSD, unrouted + routed, rtol=1e-5, atol=1e-5)
+  assert not np.allclose(routed, 0, atol=1e-3)
 
 
 def test_a_layer_without_experts_in_a_model_that_skips():

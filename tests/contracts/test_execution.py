@@ -51,7 +51,9 @@ def test_overlapped_equals_sequential(wiring, slot):
   assert sequential.aux["sums"].dropped.sum() > 0
 
 
-@pytest.mark.parametrize("wiring", [night("scmoe_pos1"), night("scmoe_pos2"), "farskip"])
+@pytest.mark.parametrize(
+  "wiring", [night("scmoe_pos1"), night("scmoe_pos2"), "farskip", "farskip_routed"]
+)
 def test_units_of_one_block_overlapped_equal_sequential(wiring):
   run = functools.partial(executed, wiring, every=1)
   overlap = OverlapConfig(schedule="attention 0", order="barriers", unroll=0)

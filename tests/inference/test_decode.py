@@ -76,6 +76,7 @@ def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64, un
     night("scmoe_pos2_l0", "gpt2", 2, 0),
     ("farskip", "gpt2", 2, 1),
     night("farskip", "llama", 1, 0),
+    night("farskip_routed", "llama", 1, 1),
     night("dgmoe_share", "gpt2", 2, 1),
     ("dgmoe_share", "gpt2", 2, 0),
   ],

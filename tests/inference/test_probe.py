@@ -46,6 +46,7 @@ def probed(model, *batches) -> Probe:
   night({"wiring": "scmoe_pos2_l0", "num_layers": 4}),
   {"wiring": "farskip", "moe_every": 1, "num_layers": 2, "style": "llama", "sliding_window": 2,
    "full_attention_layers": "1"},
+  night({"wiring": "farskip_routed", "moe_every": 1, "num_layers": 2}),
   night({"wiring": "scmoe_pos3", "moe_every": 1, "num_layers": 2, "shortcut_norm": "own"}),
   night({"wiring": "dgmoe_share"}),  # by day the gatings of dgmoe, below
   {"wiring": "scmoe_pos2", "style": "llama", "moe_every": 1, "num_layers": 3, "top_k": 2,

@@ -53,6 +53,7 @@ HANDED_OVER = (
   "scmoe_pos3",
   "dgmoe",
   "farskip",
+  "farskip_routed",
 )
 
 

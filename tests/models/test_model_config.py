@@ -48,6 +48,7 @@ PARTS = {
   "scmoe_pos2_l0": (2, 2, 2, 2),
   "scmoe2": (2, 2, 2, 2),
   "farskip": (2, 2, 2, 2),
+  "farskip_routed": (2, 0, 2, 0),
   "dgmoe": (2, 0, 2, 0),
   "dgmoe_repeat": (2, 0, 2, 0),
   "dgmoe_share": (2, 0, 1, 0),
@@ -113,6 +114,10 @@ ERRORS = {
   "farskip norm": (
     {"wiring": "farskip", "shortcut_norm": "megatron"},
     r"model\.shortcut_norm='megatron' normalises shared \+ routed, got model\.wiring='farskip'",
+  ),
+  "farskip_routed norm": (
+    {"wiring": "farskip_routed", "shortcut_norm": "own"},
+    r"model\.shortcut_norm='own' does not go with model\.wiring='farskip_routed', whose",
   ),
   "top_k": ({"top_k": 5}, r"model\.top_k=5 needs 5 experts, model\.num_experts=4; raise"),
   "top2": ({"wiring": "top2", "num_experts": 1}, r"model\.wiring='top2' needs 2 experts"),

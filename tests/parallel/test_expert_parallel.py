@@ -25,6 +25,7 @@ MODELS = {
   "scmoe_pos2": {"wiring": "scmoe_pos2", "style": "llama", "num_kv_heads": 2},
   "top2": {"wiring": "top2"},
   "dgmoe": {"wiring": "dgmoe", "style": "gpt2"},
+  "farskip_routed": {"wiring": "farskip_routed", "moe_every": 1, "num_layers": 2},
   "scmoe_pos2-every1": {"wiring": "scmoe_pos2", "moe_every": 1, "num_layers": 2},
   "longcat": {
     "wiring": "scmoe_pos2",

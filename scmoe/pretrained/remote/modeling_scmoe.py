@@ -420,6 +420,8 @@ class Unit(nn.Module):
       values[("current", "attention", "")[min(left, 2)]] = h
       if self.passed == "attention":
         after = self.handed("attention", h)
+      if self.skips and not left:
+        after = h
       if left or not self.taps:
         h = h + self.residual * block.mlp(block.norm_mlp(fed))
         where.states.append(h)

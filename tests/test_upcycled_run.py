@@ -200,17 +200,19 @@ def test_the_shortcut_begins_with_the_norm_of_the_experts(root, source, norm):
   assert found.model.shortcut_norm == "own"
 
 
-def test_the_norm_is_fitted_to_text(root, capsys):
-  made(root, "fitted", "wiring=farskip", "--fit=20", f"--text={root / 'text.txt'}")
+@pytest.mark.parametrize(
+  ("wiring", "norm"), [("farskip", "own_norm"), ("farskip_routed", "blocks.1.norm_mlp")]
+)
+def test_the_norm_is_fitted_to_text(root, wiring, norm, capsys):
+  new = f"fitted-{wiring}"
+  made(root, new, f"wiring={wiring}", "--fit=20", f"--text={root / 'text.txt'}")
   said = capsys.readouterr().out
-  assert "stages.units.0.own_norm.scale: fitted to what the experts read in the source" in said
+  assert f"stages.units.0.{norm}.scale: fitted to what the experts read in the source" in said
   copied, fitted = re.findall(r"(?:copied|fitted) (\d+\.\d+)", said)
   assert float(fitted) < float(copied)
-  found, source = leaves(root / "fitted", 0), leaves(root / "teacher", 3)
-  assert not np.array_equal(
-    found[f"{UNIT}own_norm.scale"], source[f"{UNIT}blocks.1.norm_mlp.scale"]
-  )
-  others = found.keys() & source.keys()
+  found, source = leaves(root / new, 0), leaves(root / "teacher", 3)
+  assert not np.array_equal(found[f"{UNIT}{norm}.scale"], source[f"{UNIT}blocks.1.norm_mlp.scale"])
+  others = {n for n in found.keys() & source.keys() if norm not in n}
   jax.tree.map(np.testing.assert_array_equal, *({n: x[n] for n in others} for x in (found, source)))
 
 

@@ -26,6 +26,7 @@ from scmoe.base.batch import Batch
 from scmoe.blocks.pair import BlockPair
 from scmoe.blocks.walk import Context
 from scmoe.inference.listening import Listener
+from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT
 
 
@@ -49,19 +50,19 @@ class FittedNorm(NamedTuple):
 
 
 def fit_norms(source: GPT, model: GPT, batches: Iterable[Batch], router: Any = None) -> FittedNorm:
-  """Fits `own_norm` of every pair of a model to what the experts of its source read.
+  """Fits the norm before the experts of every pair to what the experts of the source read.
 
   It returns the fitted norms and leaves both models as they are.
 
   Args:
     source: the model whose experts `model` has, in the same layers, without dense layers.
-    model: the new model, whose pairs have one unit with an `own_norm`.
+    model: the new model, whose pairs have one unit with such a norm (`norm_to_fit`).
     batches: rows of text; padding does not count.
     router: router state of the source; None if it has none.
 
   Raises:
-    AssertionError: there is no batch, a pair of `source` has no experts, or one of `model` no
-      `own_norm`.
+    AssertionError: there is no batch, a pair of `source` has no experts, or one of `model` no such
+      norm.
   """
   sums_of = nnx.jit(_sums)
   total: Any = None
@@ -72,7 +73,7 @@ def fit_norms(source: GPT, model: GPT, batches: Iterable[Batch], router: Any = N
     total = found if total is None else jax.tree.map(np.add, total, found)
   assert total is not None, "no batch to fit a norm to"
   count, zz, zy = total["count"], total["zz"], total["zy"]
-  own: Any = model.stages.units[0].own_norm
+  own: Any = getattr(*_fitted_in(model.stages, model.config))
   centred = own.bias is not None
   z, y = (total["z"] / count, total["y"] / count) if centred else (0.0, 0.0)
   scale_LD = (zy - count * z * y) / np.maximum(zz - count * z * z, 1e-12 * count)
@@ -94,6 +95,21 @@ def fit_norms(source: GPT, model: GPT, batches: Iterable[Batch], router: Any = N
   )
 
 
+def norm_to_fit(config: ModelConfig) -> str:
+  """Name in a unit of a shortcut's norm that the routed experts alone read; "": there is none."""
+  rule = config.wiring_rule
+  if rule.norm_mlp_feeds_experts:
+    return f"blocks.{config.moe_every - 1}.norm_mlp"
+  return "own_norm" if rule.is_shortcut and config.shortcut_norm != "shared" else ""
+
+
+def _fitted_in(pair: BlockPair, config: ModelConfig) -> tuple[Any, str]:
+  """The module of a pair that has the norm of `norm_to_fit`, and the norm's name in it."""
+  unit, name = pair.units[0], norm_to_fit(config).rpartition(".")[-1]
+  assert name
+  return unit if name == "own_norm" else unit.blocks[-1], name
+
+
 def _sums(source: GPT, model: GPT, router: Any, batch: Batch) -> dict[str, Array]:
   """Sums over a batch's tokens, [L, D]: z, y, zz, zy and yy; and the number of tokens.
 
@@ -112,14 +128,15 @@ def _sums(source: GPT, model: GPT, router: Any, batch: Batch) -> dict[str, Array
       before=i,
     )  # fmt: skip
     pairs = [_pair(trunk, i) for trunk in (source, model)]
-    moe, own = pairs[0].moe, pairs[1].units[0].own_norm
+    moe, (owner, name) = pairs[0].moe, _fitted_in(pairs[1], model.config)
+    own = getattr(owner, name)
     assert moe is not None
     assert own is not None
     hear_y = lambda _, y, *rest, heard=heard: heard.setdefault("y", y)
     hear_x = lambda _, x, heard=heard: heard.setdefault("x", x)
     # A `Listener` is no nnx module; see `scmoe.inference.listening`.
     object.__setattr__(pairs[0], "moe", Listener(moe, hear_y, "route"))
-    object.__setattr__(pairs[1].units[0], "own_norm", Listener(own, hear_x))
+    object.__setattr__(owner, name, Listener(own, hear_x))
     outs = [pair(h_BSD, context, handed_BSD=own) for pair, own in zip(pairs, handed)]
     h_BSD, handed = outs[0].h_BSD, [out.handed_BSD for out in outs]
     ones = jnp.ones_like(own.scale[...])

@@ -10,7 +10,8 @@ than in the source: zero experts return their input, which no down projection si
 the shortcut starts as a copy of the norm before the source's experts. A shared expert that the
 source does not have starts with a down projection of zeros, and its output is added with
 `model.mix=direct`. A source's own shared expert, with its mix, stays as it is. If the source has
-the wiring already, every parameter is a copy.
+the wiring already, every parameter is a copy. `farskip_routed` has the parameters of a top-k model,
+and each of them is a copy, too.
 
 From a dense model to a MoE (sparse upcycling, arXiv 2212.05055). Every expert starts as a copy of
 its layer's MLP. Under `topk` with weights that add up to 1, the new model computes the same
@@ -103,7 +104,9 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
   changes: dict[str, Any] = {"wiring": wiring}
   if not old.shared_expert:
     changes["mix"] = "direct"
-  if WIRINGS[wiring].is_shortcut and (not old.is_shortcut or model.shortcut_norm == "shared"):
+  if WIRINGS[wiring].norm_mlp_feeds_experts:
+    changes["shortcut_norm"] = "shared"
+  elif WIRINGS[wiring].is_shortcut and (not old.is_shortcut or model.shortcut_norm == "shared"):
     changes["shortcut_norm"] = "own"
   if from_dense and model.zero_experts:
     raise ConfigError(

@@ -19,7 +19,7 @@ from jax import Array
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import number
 from scmoe.data import Tokenizer
-from scmoe.inference.norm_fit import FittedNorm, fit_norms
+from scmoe.inference.norm_fit import FittedNorm, fit_norms, norm_to_fit
 from scmoe.models.flops import count_parameters
 from scmoe.pretrained.imported import check_new, new_run, said_of, upcycled
 from scmoe.pretrained.inference_files import MANIFEST
@@ -33,7 +33,7 @@ from scmoe.run.successor import check_source, successor, write_successor
 from scmoe.run.text import load_tokenizer, with_tokenizer
 from scmoe.training.restore import FOLDER, list_steps, with_newest
 
-_OWN_NORM = "params.stages.units.0.own_norm."
+_UNIT = "params.stages.units.0."
 
 
 def is_run(path: Path) -> bool:
@@ -122,8 +122,9 @@ def upcycle_run(
       norm = _fitted(fit, path, (source, leaves), (built, found))
       for part, value in (("scale", norm.scale_LD), ("bias", norm.bias_LD)):
         if value is not None:
-          found[_OWN_NORM + part] = jax.device_put(value, found[_OWN_NORM + part].sharding)
-          begun[_OWN_NORM + part] = "fitted to what the experts read in the source"
+          name = f"{_UNIT}{norm_to_fit(run.model)}.{part}"
+          found[name] = jax.device_put(value, found[name].sharding)
+          begun[name] = "fitted to what the experts read in the source"
       fitted = _said(norm)
     write_successor(keeper, workdir, built, found, source=stored.run, tokenizer=tokenizer)
   counts = count_parameters(run.model, built.shapes)
@@ -155,7 +156,7 @@ def check_fit(source: RunConfig, planned: Upcycling, devices: int) -> None:
     ConfigError: it has none, or its experts read what they read in the source.
   """
   model = planned.model
-  if not model.wiring_rule.is_shortcut or model.shortcut_norm == "shared":
+  if not norm_to_fit(model):
     raise ConfigError(
       f"--fit is of the norm of a shortcut, which wiring={model.wiring!r} lacks; leave --fit out"
     )

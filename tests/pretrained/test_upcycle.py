@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from scmoe.base.errors import ConfigError
 from scmoe.data.config import DataConfig
 from scmoe.models.config import ModelConfig
+from scmoe.models.flops import forward_flops
 from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.pretrained.families import read_config
@@ -127,6 +128,19 @@ def test_farskip_keeps_every_weight():
   got = logits_of(built, leaves)
   assert np.isfinite(got).all()
   assert not np.allclose(got, logits_of(before, source), atol=1e-3)
+
+
+def test_farskip_without_a_shared_expert_has_the_same_parameters():
+  before, source, built, leaves, begun = upcycled(GOLDEN / "olmoe_a", "wiring=farskip_routed")
+  assert leaves.keys() == source.keys()
+  assert not begun
+  for name, value in source.items():
+    np.testing.assert_array_equal(leaves[name], value, err_msg=name)
+  got = logits_of(built, leaves)
+  assert np.isfinite(got).all()
+  assert not np.allclose(got, logits_of(before, source), atol=1e-3)
+  flops = [forward_flops(b.run.model, 64) for b in (before, built)]
+  assert flops[0] == flops[1]
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -167,7 +167,8 @@ class PartialProjections:
   Attributes:
     sums_PM: float32, the partial sums (`linear.sums`) of queries, keys and values, in this order.
     turn_2N: float32 [2, N/2], sine and cosine of the angles by which the pairs (i, i + N/2) of
-      queries and keys are rotated; None: nothing is rotated.
+      queries and keys are rotated, times an amplitude (`layers.rope.turns`); None: nothing is
+      rotated.
     heads, kv_heads: H and K.
     dtype: the type that the finished sums are rounded to.
   """

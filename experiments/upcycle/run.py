@@ -47,7 +47,9 @@ Environment = dict[str, str]  # variables that give a process its part of the GP
 PILOT_SEED = 9  # of the runs that choose the rate; the study has 0, 1 and 2
 
 WIRINGS = ("scmoe_pos2", "farskip")
-FITTED = "farskip"  # under scmoe_pos2 the experts read what they read before: nothing to fit
+ROUTED = "farskip_routed"  # without the shared expert that WIRINGS add to the teacher's experts
+# Under scmoe_pos2 the experts read what they read before: nothing to fit.
+FITTED = ("farskip", ROUTED)
 # Way of learning -> options of section train; `scores` and `hidden` have the teacher.
 WAYS: dict[str, dict[str, str]] = {
   "text": {},
@@ -64,10 +66,11 @@ class Scale:
     teacher: fields of the teacher beyond `configs/upcycle_small.py`.
     student: fields of every student beyond the teacher's.
     rates: learning rates of the students; the pilot that ends lowest chooses one of several.
-    fit: training sequences to which the new shortcut's norm of `FITTED` is fitted; 0: a copy.
+    fit: training sequences to which the shortcut's norm of `FITTED` is fitted; 0: a copy.
     teacher_steps, student_steps: optimizer steps of the same number of tokens each.
     eval_batches: batches of every held-out loss.
     ways: keys of `WAYS`, the ways of learning.
+    wirings: of the students.
   """
 
   teacher: dict[str, str]
@@ -78,6 +81,7 @@ class Scale:
   student_steps: int
   eval_batches: int
   ways: tuple[str, ...] = tuple(WAYS)
+  wirings: tuple[str, ...] = WIRINGS
 
 
 SCALES = {
@@ -133,6 +137,7 @@ SCALES["gpu_steps"] = dataclasses.replace(
   rates=("1e-4", "2e-4", "4e-4"),
   student_steps=320,
   ways=("hidden",),
+  wirings=(*WIRINGS, ROUTED),
 )
 
 
@@ -235,7 +240,7 @@ class Study:
       self.result["teacher"] = {"loss": self.evaluated("teacher"), "tokens": tokens}
       self.result["teacher"] |= {"steps": self.sizes.teacher_steps, **card["parameters"]}
       self.write()
-    for wiring in WIRINGS:
+    for wiring in self.sizes.wirings:
       self.begin(wiring)
 
   def students(self) -> None:
@@ -247,7 +252,10 @@ class Study:
     )
     done = {(r["wiring"], r["way"], r["seed"]) for r in self.result["runs"]}
     wanted = [
-      (wiring, way, seed) for seed in range(3) for wiring in WIRINGS for way in self.sizes.ways
+      (wiring, way, seed)
+      for seed in range(3)
+      for wiring in self.sizes.wirings
+      for way in self.sizes.ways
     ]
     self.side_by_side(
       lambda given, entry=entry: self.student(*entry, given)
@@ -288,7 +296,7 @@ class Study:
     if not has_step(start):
       shutil.rmtree(start, ignore_errors=True)  # a cut may leave a part of it
       source = f"--from={self.folder / 'teacher'}"
-      fit = [f"--fit={self.sizes.fit}"] if self.sizes.fit and wiring == FITTED else []
+      fit = [f"--fit={self.sizes.fit}"] if self.sizes.fit and wiring in FITTED else []
       upcycle = f"--upcycle=wiring={wiring}"
       self.call(["scmoe.convert", source, f"--workdir={start}", upcycle, *fit])
     if wiring not in self.result["starts"]:
@@ -346,8 +354,8 @@ class Study:
     return losses, last(workdir, "train")["tokens"]
 
   def times(self) -> None:
-    """Step, prefill and decode of all three wirings on the devices that are here, also as JSON."""
-    wirings = f"--compare={','.join(('topk', *WIRINGS))}"
+    """Step, prefill and decode of teacher and students on the devices here, also as JSON."""
+    wirings = f"--compare={','.join(('topk', *WIRINGS, ROUTED))}"
     path = self.folder / "start-scmoe_pos2" / "config.json"
     context = json.loads(path.read_text("utf-8"))["model"]["context"]
     given = [f"--config_json={path}", "--config.mesh.data=1", "--config.mesh.expert=2", wirings]

@@ -281,9 +281,10 @@ class GateOfSums:
 def _gate_under_norm(row: Normalised, gate: Any) -> PartialLogits | None:
   """The normalised token and the partial sums of its logits, from one kernel, or None.
 
-  It is None unless the gate is a `LinearGate` and the kernel takes it and the token and runs here.
+  It is None unless the gate is a `LinearGate`, no subclass of it, which may compute other logits,
+  and the kernel takes it and the token and runs here.
   """
-  if not isinstance(gate, LinearGate):
+  if type(gate) is not LinearGate:
     return None
   return gate_under_norm(row, gate.weight[...], fp32=gate.fp32)
 

@@ -16,9 +16,9 @@ from scmoe.models.vision.model import VisionModel, pixels
 
 
 class Reading(Protocol):
-  """All that `probe` and `record` need of a kind of model (text or images) besides its pairs.
+  """The methods by which `probe` and `record` read a kind of model, of text or of images.
 
-  It gives the model's trunks, the input of the first pair with each token's domain and class, and
+  They give the model's trunks, the input of the first layer with each token's domain and class, and
   the step from one trunk to the next.
   """
 
@@ -27,7 +27,7 @@ class Reading(Protocol):
     ...
 
   def begin(self, model: Any, batch: Any) -> Begun:
-    """Embeds a batch, and returns this input of the first pair with all other fields of `Begun`."""
+    """Embeds a batch; returns this input of the first layer with the other fields of `Begun`."""
     ...
 
   def between(self, model: Any, number: int, h_BSD: Array) -> Array:
@@ -39,7 +39,7 @@ class Reading(Protocol):
 
 
 class Begun(NamedTuple):
-  """The input of a model's first pair, with what the pairs and the statistics read beside it.
+  """The input of a model's first layer, with what layers and statistics read beside it.
 
   An array [B, 1] has one value for all tokens of a row.
 
@@ -107,7 +107,7 @@ class ReadImages:
   """A `Reading` of images by a classifier: each token has its image's label as class, and domain 0.
 
   Attributes:
-    router: router state of the run; None if it has none.
+    router: router state of the run; None or {} if it has none.
   """
 
   router: Any = None

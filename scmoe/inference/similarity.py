@@ -1,4 +1,4 @@
-"""How alike two representations of the same tokens are: mean cosine, and centred kernel alignment.
+"""How alike two representations of the same tokens are: cosine, and centred kernel alignment.
 
 The cosine compares a token's two vectors. The alignment (linear CKA) compares how tokens lie to
 each other, so it is 1 as well if one representation is the other one turned, scaled or moved. With
@@ -23,7 +23,7 @@ SAMPLE = 1024  # most tokens of a batch that `gram` multiplies: memory grows wit
 
 
 def cosine(a: Float[Array, "... D"], b: Float[Array, "... D"]) -> Float[Array, ...]:
-  """a · b / max(|a| |b|, 1e-12) of two vectors, in float32: their cosine, or 0 where one is 0."""
+  """a · b / max(|a| |b|, 1e-12) of two vectors, in float32; so it is 0 where one of them is 0."""
   a, b = a.astype(jnp.float32), b.astype(jnp.float32)
   norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
   return (a * b).sum(-1) / jnp.maximum(norms, 1e-12)

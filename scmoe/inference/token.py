@@ -1,8 +1,8 @@
 """Decodes one token at a time, by kernels that fuse neighbouring steps of a block.
 
-For a single row, launching a kernel and waiting for the one before it takes most of the kernel's
+For a single row, launching a kernel and waiting for the one before it takes a large part of the
 time, so fewer kernels decode faster. `for_one_token` copies a model, with the same parameters and
-these classes in place of the model's own:
+these classes in place of the plain ones:
 
     TokenNorm        one kernel computes the norm of the row
     TokenBlock       one kernel computes the attention's norm and its input projections
@@ -15,8 +15,7 @@ these classes in place of the model's own:
 Partial sums occur because several thread blocks share the rows of a matrix: each block writes the
 sum over its rows, and the kernel that reads the product adds the blocks' sums. Schedule, transports
 and experts are those of the plain pair. If no kernel supports a shape, an option or the device, the
-plain class computes, so on a CPU the results are bitwise those of the plain model
-(`tests/inference/test_token.py`).
+plain class computes, as on a CPU (`tests/inference/test_token.py`).
 
     B  rows: 1                 H  heads of queries               N  width of a head
     S  tokens of a row: 1      K  heads of keys and values       P  partial sums of a product
@@ -73,10 +72,7 @@ def normalisation_of(norm: Norm) -> Normalisation:
 
 
 class TokenNorm(Norm):
-  """A `Norm` of one row: one kernel computes it if it supports the row, else XLA as in `Norm`.
-
-  XLA launches a kernel for each sum over the row, and one for the result.
-  """
+  """A `Norm` of one row: one kernel computes it if it supports the row, else XLA as in `Norm`."""
 
   def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     if not takes(x):
@@ -123,7 +119,7 @@ class TokenAttention(Attention):
     return [y.reshape(*y.shape[:-1], *w.shape[1:]) for y, w in zip(found, weights)]
 
   def out_of_heads(self, y_BSHN: Array) -> Array:
-    """The product of all heads' outputs with the output matrix, before a bias is added: [1, 1, D].
+    """The product of the heads' outputs with the output matrix, before a bias is added: [1, 1, D].
 
     A one-row kernel computes it if it supports the sizes and the type and runs on this device, else
     XLA; see `Attention.out_of_heads`.
@@ -215,7 +211,7 @@ class TokenBlock(Block):
 class TokenUnit(Unit):
   """A `Unit` of one token; it leaves the norm before the experts to the gate's kernel if it can.
 
-  It can if the experts read the current representation, no shared expert does, and the norm's
+  It can if the experts read the current representation, there is no shared expert, and the norm's
   kernel takes the token; see `tapped`. XLA writes the residual stream after a unit with experts to
   memory once.
   """
@@ -239,8 +235,8 @@ class TokenUnit(Unit):
 class TokenMoE(MoE):
   """A `MoE` of one token: one kernel, if it can, computes the token's norm and the gate's product.
 
-  If no kernel supports the gate, or the call has a mask, a random key or an expert to avoid, norm
-  and product are computed one after the other.
+  If no kernel supports the gate and the token, or the call has a mask, a random key or an expert to
+  avoid, norm and product are computed one after the other.
   """
 
   def route(
@@ -292,8 +288,8 @@ def _gate_under_norm(row: Normalised, gate: Any) -> PartialLogits | None:
 def _written_once(h_BSD: Array) -> Array:
   """Makes XLA write the residual stream to memory once.
 
-  Without this barrier XLA adds up the products' partial sums again in every kernel that reads the
-  residual stream.
+  Without this barrier XLA may add up the products' partial sums again in every kernel that reads
+  the residual stream.
   """
   return jax.lax.optimization_barrier(h_BSD)
 

@@ -52,7 +52,7 @@ def choice_weights(
 
 @jax.custom_vjp
 def softmax_of_choices(value_TK: Float[Array, "T K"]) -> Float[Array, "T K"]:
-  """The softmax of each token's K values, written column by column: XLA makes one kernel of it.
+  """The softmax of each token's K values, written column by column so that XLA can fuse it.
 
   For the backward pass the softmax's result is kept, not the values.
   """

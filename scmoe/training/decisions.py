@@ -19,7 +19,7 @@ from scmoe.training.variants import Variant
 SCHEDULE = "schedule.json"
 # A kept decision holds for the same number and kind of devices, number of processes and jax
 # version, and for the same values of the sections SECTIONS, of the fields FIELDS of `train`, and of
-# `data.seq_len`. Other settings hardly change which candidate is the fastest.
+# `data.seq_len`. Other settings are not compared.
 SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
 FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 

@@ -77,9 +77,9 @@ def initialize(cfg: DistributedConfig) -> None:
 
   Raises:
     ConfigError: as `find_cluster`.
-    Unavailable: no process listens at the coordinator's address within 300 s, or jax raises an
-      error, for example since the coordinator's port is taken. If the coordinator listens, but
-      not all processes come, jax aborts those that do (SIGABRT), after 300 s.
+    Unavailable: no process listens at the coordinator's address within 300 s, or jax raises a
+      RuntimeError, for example since the coordinator's port is taken. If the coordinator listens,
+      but not all processes come, jax aborts those that do (SIGABRT), after 300 s.
   """
   cluster = find_cluster(cfg)
   if cluster is None:
@@ -134,7 +134,7 @@ def _share_tilings() -> None:
 
 
 def is_first() -> bool:
-  """True on process 0, which prints, and writes the files that a run has once."""
+  """True on process 0, which writes the files that a run has once."""
   return jax.process_index() == 0
 
 

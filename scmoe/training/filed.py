@@ -8,7 +8,7 @@
 The host updates moments and lower halves layer by layer (`scmoe.training.host_update`). Here they
 lie in a file. Unless `mesh.moments_ahead` is 0, threads read a layer's while the layers before are
 updated, and write the new ones behind the update, also beside the next step. So the host's memory
-holds those of a few layers.
+need not hold those of all layers.
 
 The file has no name. It belongs to the process that made it, and the operating system frees it when
 that process ends, in whatever way. So no later process can read a state that a killed step has
@@ -41,8 +41,8 @@ _ALIGNED = 64  # bytes; jax's CPU takes arrays without a copy if this divides th
 class Room:
   """A file without a name; arrays get ranges of it.
 
-  It is opened when the first range is taken. A range that is given back serves the next array of
-  the same size.
+  It is opened when the first range is taken. A range that is given back serves a later array of the
+  same size.
 
   Args:
     folder: of the file, on a local disk.

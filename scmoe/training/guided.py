@@ -1,11 +1,11 @@
-"""Jitted steps that XLA schedules, if asked for, by latencies measured in the run.
+"""Jitted steps that XLA schedules, if asked for, by measured latencies.
 
 XLA starts a collective as late as its cost model allows, and the model assumes fast links. With
 measured times (profile-guided latency estimation) XLA starts the all-to-all early enough: on
 4 x H200 over a slow link computation then hid 94 % of it in a forward pass (experiments/LOG.md,
 2026-11-21). So with `overlap.ablation.profile_guided` a run that exchanges rows between NVIDIA GPUs
-profiles its first steps, compiles the step a second time, and keeps the profile: a later start
-reads it and compiles once.
+profiles its first steps, compiles the step a second time, and keeps the profile: a later start of
+the same program reads it and compiles once.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class GuidedStep:
 
   @property
   def compiles_next(self) -> bool:
-    """True if the next call compiles, and so takes long."""
+    """True if the next call compiles, which may take long."""
     return self.program is None or self.waiting is not None
 
   @property

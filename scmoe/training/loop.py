@@ -97,8 +97,8 @@ class Trainer:
       the final state, as a checkpoint holds it.
 
     Raises:
-      ConfigError: a setting is unusable or differs from the checkpoint's, or another process uses
-        the workdir.
+      ConfigError: a setting is unusable, or differs from the checkpoint's and must not, or another
+        process uses the workdir.
       DataError: the data ended, are not those of the checkpoint, or refuse the position that it
         stores; or metrics.jsonl is unreadable.
       CheckpointError: there are checkpoints but all are damaged, a later version of scmoe wrote
@@ -107,7 +107,8 @@ class Trainer:
         moments (mesh.moments_in=files) cannot be made, read or written.
       NonFiniteError: as `Run.flush`; or a state that was to be saved is not finite.
       Preempted: asked to stop (signal or train.stop_after), and saved.
-      Exception: those of `evaluate`, `warm_start` and `teacher`.
+      Exception: those of `evaluate`, `warm_start` and `teacher`; or, for example, of too little
+        memory.
     """
     train, accumulation = self.built.train, self.check()
     workdir = prepare_workdir(self.workdir)
@@ -193,7 +194,7 @@ class Run:
     self.compiled: set[str] = set()
     # Whether the lines that describe the run were printed.
     self.introduced = False
-    # Whether the training step was compiled.
+    # Whether `preparing` has compiled the training step.
     self.prepared = False
     self.evaluated_step = -1
     self.began_at = 0  # the step that this start began with
@@ -217,7 +218,7 @@ class Run:
     that metrics.jsonl lacks, it is evaluated now.
 
     Raises:
-      CheckpointError, ConfigError, DataError, StorageError: as `Trainer.run`.
+      CheckpointError, ConfigError, DataError, StorageError, Exception: as `Trainer.run`.
     """
     built, trainer = self.built, self.trainer
     stored = self.abstract.for_checkpoint()
@@ -307,7 +308,7 @@ class Run:
       raise StorageError(f"{path} cannot be written: {error.strerror}") from None
 
   def finish(self) -> TrainState:
-    """Saves; raises `Preempted` if the run was stopped, or else evaluates, samples and sums up.
+    """Saves; raises `Preempted` if the run stopped early, or else evaluates, samples and sums up.
 
     A start that finds the last step done and evaluated repeats neither evaluation nor sample.
 
@@ -317,6 +318,7 @@ class Run:
     Raises:
       Preempted: the run was stopped before its last step, or before that step was evaluated.
       NonFiniteError, StorageError: as `save`.
+      Exception: those of `evaluate`.
     """
     train = self.train
     self.flush()
@@ -387,17 +389,17 @@ class Run:
   def one_step(self) -> None:
     """Dispatches a step, then reads the previous step's results.
 
-    The device works meanwhile, unless the dispatch itself waits for it: with
+    The device works meanwhile, unless the dispatch itself waits for it, as with
     `mesh.moments_update=host`, as long as `train.tune` measures, and when a profile is complete
     (`GuidedStep`).
 
     If the step is a `RepeatingStep` (`dispatch.overflow=repeat`), this waits for the previous step
     before the dispatch, and runs it again if rows were left over (`settle`). Results are logged
-    where that is due (`flush`). If the run may end with the dispatched step, its results are read
-    at once, too.
+    where that is due (`flush`). If the run may end with the dispatched step, without a signal, its
+    results are read at once, too.
 
     Raises:
-      ConfigError: no candidate of `train.tune` fits the run.
+      ConfigError: as `Search.compile`, as long as `train.tune` measures.
       DataError: the data ended.
       NonFiniteError: as `flush`.
       StorageError: the file of moments (mesh.moments_in=files) cannot be read or written.
@@ -417,8 +419,8 @@ class Run:
     """Notes that a step was dispatched, and reads the results of the step before it (`flush`).
 
     Args:
-      results: of the dispatched step. If the run may end with it, this call reads them, else the
-        next `flush` does.
+      results: of the dispatched step. If the run may end with it, without a signal, this call reads
+        them, else the next `flush` does.
       batch: of the dispatched step, on the devices; None if its result is final.
 
     Raises:

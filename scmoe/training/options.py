@@ -27,7 +27,7 @@ def tuned_values(text: str) -> dict[str, list[Any]]:
 
   Raises:
     ConfigError: a name is not in `TUNABLE`, or a value is neither one of its words nor, where it
-      has none, a whole number. Whether the run can have that number is not checked here.
+      has none, a whole number from 0 on. Whether the run can have that number is not checked here.
   """
   found: dict[str, list[Any]] = {}
   for part in text.split():
@@ -45,7 +45,7 @@ def tuned_values(text: str) -> dict[str, list[Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Options, path="train"):
-  """Length, batch, teacher, cadence, limits and outputs of a run (section `train`)."""
+  """Length, batch, teacher, cadence, limits, outputs and more of a run (section `train`)."""
 
   steps: int = option(1000, "optimizer steps; the schedule spans them", minimum=1)
   batch_size: int = option(8, "sequences per microbatch, over all devices", minimum=1)

@@ -29,9 +29,9 @@ PyTree = Any
 
 
 def stored_shardings(params: PyTree, shares: StateShares | None) -> tuple[PyTree, PyTree]:
-  """Two trees of shardings: of the stored parameters, and of all else that belongs to parameters.
+  """Two trees of shardings: of the stored parameters, and of moments and other arrays beside them.
 
-  The second holds for the moments, the average of the weights and every `Halves.low`.
+  The other arrays are the average of the weights and every `Halves.low`.
 
   Args:
     params: NamedShardings of whole parameters.

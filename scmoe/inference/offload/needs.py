@@ -1,6 +1,6 @@
 """The bytes that a model and a generation need on each device and in the host's memory.
 
-They are computed from shapes alone.
+They are computed from options and shapes; no parameter's values are read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Workload:
 
   Attributes:
     rows: number of prompts in a batch.
-    prompt: number of tokens of each prompt.
-    new: number of tokens to add to each prompt.
+    prompt: most tokens of a prompt.
+    new: most tokens to add to a prompt.
     piece: most tokens of a device in a pass that reads prompts; 0: no limit.
   """
 
@@ -48,7 +48,7 @@ class Needs:
   Attributes:
     dense: bytes of all parameters but the matrices of routed experts, in the compute type.
     expert: bytes of one routed expert's matrices of one pair, in the compute type.
-    moved: bytes of the same matrices in the host's memory, fewer if they are in eight bits.
+    moved: bytes of the same matrices in the host's memory, where they may be in eight bits.
     experts: number of experts of one pair that belong to a device.
     pairs: number of pairs of the model.
     caches: bytes of all rows' tokens in the attention caches, without the positions by which these
@@ -67,12 +67,12 @@ class Needs:
 
   @property
   def layer(self) -> int:
-    """Bytes that all experts of one pair that belong to a device take in its memory."""
+    """Bytes of the matrices of all experts of one pair that belong to a device, in its memory."""
     return self.expert * self.experts
 
   @property
   def host(self) -> int:
-    """Bytes that the experts of all pairs that belong to one device take in the host's memory."""
+    """Bytes of the matrices of all pairs' experts of one device, if the host's memory has them."""
     return self.moved * self.experts * self.pairs
 
   @property
@@ -82,7 +82,7 @@ class Needs:
 
 
 def needs(model: ModelConfig, shapes: Any, load: Workload, *, int8: bool = False) -> Needs:
-  """Computes the `Needs` of a model and its workload, from shapes alone.
+  """Computes the `Needs` of a model and its workload; no parameter's values are read.
 
   Args:
     model: the model's resolved options.
@@ -114,7 +114,7 @@ def needs(model: ModelConfig, shapes: Any, load: Workload, *, int8: bool = False
 
 
 def cached_bytes(model: ModelConfig, tensor: int = 1) -> int:
-  """Bytes that each device keeps of one token in the attention caches of all layers.
+  """Bytes that a device keeps of one token of its rows in the attention caches of all layers.
 
   The devices of the tensor axis divide the heads of keys and values. With latent attention each of
   them keeps a token's whole latent, and the part of its key that turns.

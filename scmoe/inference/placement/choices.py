@@ -1,4 +1,4 @@
-"""Records which experts every token of a text chooses, in every gating of a model."""
+"""Records which experts the tokens of a text choose, in every gating of a model."""
 
 from __future__ import annotations
 

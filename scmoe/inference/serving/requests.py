@@ -56,7 +56,7 @@ class Request:
       context: the model's longest text, in tokens.
 
     Raises:
-      ConfigError: names the field, what was got and what would do.
+      ConfigError: a field cannot be used; the message names it.
     """
     prompt = _ids(self.prompt, "prompt", vocabulary)
     least = 0 if self.prompt_logprobs is True else 1
@@ -152,8 +152,8 @@ class Answer:
     logprobs: an entry for each of `tokens`, or None.
     prompt_logprobs: for each of the prompt's tokens the natural logarithm of its probability after
       those before it; None for the first one. None if they were not asked for.
-    seconds: time from `submit` until the host read the last token.
-    first_seconds: time from `submit` until the host read the first token.
+    seconds: time from `submit` until the host read the drawn token with which the request ended.
+    first_seconds: time from `submit` until the host read the first drawn token.
     preemptions: how often the request was put back because pages ran out.
   """
 
@@ -183,7 +183,7 @@ class Ending:
     self._most, self._ends, self._decode = request.max_new_tokens, ends, decode
     self._texts = [one for one in request.stop if isinstance(one, str)]
     self._lists = [list(one) for one in request.stop if not isinstance(one, str)]
-    # `after` first decodes the last `_window` tokens, which are enough if each has a byte of text.
+    # `_tail` begins with the last `_window` tokens, which are enough if each has a byte of text.
     # They are enough for certain if those before the last token decode to `_reach` characters: one
     # less than the longest stop has, and 8 more, because the first token may begin within a
     # character.
@@ -213,8 +213,8 @@ class Ending:
   def _tail(self, tokens: list[int], decode: Callable[[list[int]], str]) -> str:
     """Text of the last tokens, long enough to hold every stop that the last token completes.
 
-    Special tokens, and ids that the tokenizer does not know, have no text. Where such tokens lie
-    between, more tokens are decoded.
+    Tokens may have no text, as special ones and ids that the tokenizer does not know. Where the
+    last `_window` tokens have too little text, more are decoded.
     """
     size = self._window
     while size < len(tokens) and len(decode(tokens[-size:-1])) < self._reach:

@@ -139,7 +139,8 @@ def parsed(content: str, device_kind: str) -> Table:
 
   Raises:
     StoredError: `parse_json` refuses the content.
-    ValueError: the JSON is not of the form that `text` writes, or is for another kind of device.
+    ValueError: the JSON is of another format, has an entry that is no measurement of a tiling, or
+      is for another kind of device.
   """
   whole = parse_json(content, "it", object)
   if not isinstance(whole, dict) or whole.get("format") != _FORMAT:

@@ -28,7 +28,8 @@ class Softmax(NamedTuple):
   Attributes:
     most_M: each row's largest score so far; `UNSEEN` without a position.
     weight_M: each row's sum of the weights e^(score - most) so far.
-    y_MN: each row's sum of values times these weights, rounded to the type of the cache.
+    y_MN: each row's sum of values times these weights, which are rounded to the type of the cache
+      as their block is added.
   """
 
   most_M: Any

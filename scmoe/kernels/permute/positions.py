@@ -15,7 +15,7 @@
 4. Every warp walks its run once more and adds to each position the counts of the warps and blocks
    before it.
 
-Choices with an id outside [0, E) are counted too, in entry E of the counts.
+Choices with an id outside [0, E) are counted too, in entry E of a row of counts.
 
 Up to eight blocks form one cluster: they can wait for each other and read each other's shared
 memory. So one launch is enough, and there is no atomic whose order could differ between runs.

@@ -136,7 +136,7 @@ def make_transport(
       see above.
 
   Raises:
-    ConfigError: an argument has a wrong type or value, a buffer would have no rows,
+    ConfigError: an argument has a wrong type or value, `capacity` refuses the capacity factor,
       `dispatch.groups` does not divide evenly over the devices (for `Packed` and `Capacity`),
       `dispatch.nodes` does not divide the devices of an exchange, the call would get `Put` on other
       devices than CPUs or with `dispatch.nodes` > 1, or the user's transport cannot be made.

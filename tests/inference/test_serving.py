@@ -308,6 +308,7 @@ def test_a_row_draws_what_it_would_draw_alone():
 WRONG = {
   "prompt=[] must be a list of token ids": {"prompt": []},
   "prompt='a' must be a list of token ids": {"prompt": "a"},
+  "prompt=array(5) must be a list of token ids": {"prompt": np.array(5)},
   "prompt has token 64, outside the vocabulary of 64": {"prompt": [64]},
   "max_new_tokens=0 must be a whole number from 1 to 32": {"max_new_tokens": 0},
   "max_new_tokens=True must be": {"max_new_tokens": True},

@@ -245,7 +245,7 @@ class Ending:
 def _ids(value: Any, name: str, vocabulary: int) -> tuple[int, ...]:
   is_id = lambda x: isinstance(x, (int, np.integer)) and not isinstance(x, bool)
   if isinstance(value, str) or not isinstance(value, (list, tuple, np.ndarray)) or not (
-    len(value) and all(map(is_id, value))
+    getattr(value, "ndim", 1) and len(value) and all(map(is_id, value))
   ):  # fmt: skip
     raise ConfigError(f"{name}={_shown(value)} must be a list of token ids, at least one")
   wrong = next((int(x) for x in value if not 0 <= x < vocabulary), None)

@@ -265,7 +265,7 @@ class Run:
     self.watchdog.disarm()
 
   def _while_read(self, meta: dict[str, Any]) -> None:
-    """Describes the run and compiles, while another thread reads the arrays of a checkpoint.
+    """Describes the run and calls `compile_early`, while another thread reads a checkpoint.
 
     Reading and compiling may take seconds, so they run side by side. A run that has no step left to
     do, or is to stop (`interrupted`), compiles nothing.

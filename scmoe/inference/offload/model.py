@@ -2,8 +2,8 @@
 
 Experts that do not fit there can stay in the model's files. The experts' biases, all other
 parameters and the attention caches stay on the device. Prefill and decode each have a `Migration`
-of their own, which says when experts are copied to the device. `Usage` counts the requests to the
-caches of experts, and those that needed a copy.
+of their own, which says when experts are copied to the device. `Usage` counts decoding's requests
+to the caches of experts, and those that needed a copy.
 """
 
 from __future__ import annotations
@@ -141,9 +141,10 @@ class Usage:
   """A record of decoding's requests to the caches of experts.
 
   The shapes below are those on one device. On several, the last dimension of `held` has the C
-  places of every position on the axes `scmoe.offload.cache.HOLDERS`, one after the other; that of
-  `worth` and `traces` has E columns for each position on the data and sequence axes. Devices that
-  differ on the tensor axis alone request the same experts, and count once.
+  places of every position on the axes `scmoe.offload.cache.HOLDERS`, one after the other, and the
+  experts there are counted from the device's first one; that of `worth` and `traces` has E columns
+  for each position on the data and sequence axes. Devices that differ on the tensor axis alone
+  request the same experts, and count once.
 
   Attributes:
     policy: the policy of the caches.
@@ -154,7 +155,7 @@ class Usage:
     worth: for each generation, float32 [pairs, E], the score by which the policy keeps experts,
       before decode.
     traces: for each generation a list with one array for each run of the decode program: bool
-      [pairs, calls, E], the experts that each call of a layer requested.
+      [pairs, calls, E], the experts that each call of a layer requested of its cache.
   """
 
   policy: CachePolicy = CachePolicy()
@@ -169,7 +170,8 @@ class Usage:
     """Begins the record of a generation.
 
     Args:
-      caches: the caches of all pairs after prefill; the requests counted so far are left out.
+      caches: the caches of all pairs before the first run of the decode program to record; the
+        requests counted so far are left out.
       policy: the policy of the caches, which is the same for all generations.
     """
     self.policy, self._seen = policy, _counted(caches)
@@ -181,7 +183,8 @@ class Usage:
     """Adds one run of the decode program to the record.
 
     Args:
-      requested: bool [pairs, calls, E], the experts that each call of a layer requested.
+      requested: bool [pairs, calls, E], the experts that each call of a layer requested of its
+        cache.
       caches: the caches of all pairs after the run.
     """
     self.traces[-1].append(np.asarray(requested))
@@ -227,12 +230,11 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
   """A copy of a model with its routed experts in the host's memory, in their files, or in both.
 
   The experts' biases stay on the device. In `stages` the copy has arrays for each pair instead of
-  stacks, and programs that run it unroll the loop over pairs. The caller can delete `model`
-  afterwards.
+  stacks, and programs that run it unroll the loop over pairs.
 
   Args:
     model: any model whose parameters have the dtypes in which it computes.
-    mesh: the devices that hold it.
+    mesh: the devices that are to hold the copy.
     int8: whether matrices that go to pinned memory become eight bits (`Int8`), which about halves
       the copied bytes of a 16-bit model; those in files stay as they are.
     pinned: number of pairs, from the first, whose experts go to pinned memory; None: all. The

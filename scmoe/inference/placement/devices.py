@@ -3,9 +3,7 @@
 Every device of the expert axis holds E / W experts of each layer. Three objectives:
 
   balance    The rows of the devices are to be equal, in every batch and from every source
-             device. The longest queue of rows from one device to another decides how many
-             overflow rounds the dropless transport runs, and the busiest device decides how long
-             the experts compute.
+             device.
   together   Experts that one token chooses in the same gating lie on one device, so that fewer
              devices receive the token.
   affinity   Experts that one token chooses in consecutive layers lie on one device (ExFlow, arXiv

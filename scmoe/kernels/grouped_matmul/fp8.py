@@ -7,10 +7,9 @@ elements (arXiv 2412.19437, section 3.3). Here a scale is the smallest power of 
 can be divided to stay within e4m3's largest number, 448, but at least 2^-100 and at most 2^100
 (`_scale` lists exceptions). So only the elements are rounded: an element times its scale is a
 bfloat16 number, and a product of fp8 operands equals that of the bfloat16 numbers, up to the order
-and the precision of sums. Where there is no kernel for fp8, the result therefore comes from
-`rounded_rows` and `rounded_matrices`. It agrees with the kernel's to some 14 bits, since Hopper
-keeps no more of the sums within a block (`rows_product`), unless there are numbers that become
-infinite in float16 (`rounded_rows`).
+and the precision of sums: Hopper keeps some 14 bits of the sums within a block (`rows_product`).
+Where there is no kernel for fp8, the result therefore comes from `rounded_rows` and
+`rounded_matrices`, where numbers can become infinite in float16 (`rounded_rows`).
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def _scale(largest: Array) -> Array:
   """The scale of a block with the largest magnitude `largest`; 1 if that is 0, infinite or NaN.
 
   It may be 1 below 6e-36, too, where division underflows: by any scale such elements become 0.
-  In e4m3 an infinity becomes a NaN, and a NaN stays one, so that a NaN reaches the result.
+  In e4m3 an infinity becomes a NaN, and a NaN stays one.
   """
   part, exponent = jnp.frexp(largest / _LARGEST)
   exponent = jnp.clip(exponent - (part == 0.5), *_EXPONENTS)

@@ -67,8 +67,8 @@ def grouped_matmul(
     and the bias of an empty group receive exactly zero gradients.
 
   Raises:
-    ValueError: shapes disagree, the sizes are not integers, or `backend` is unknown or cannot take
-      the operands.
+    ValueError: shapes are wrong or disagree, the sizes are not integers, or `backend` is unknown or
+      cannot take the operands.
   """
   _check_matmul(lhs_MK, rhs_GKN, group_sizes_G, bias_GN)
   out_dtype = preferred_element_type or jnp.promote_types(lhs_MK.dtype, rhs_GKN.dtype)

@@ -7,9 +7,9 @@
 
 The grid has a CTA for each row, head of keys and part of the cache. Each warpgroup of these CTAs is
 a worker. The workers of one row's head of keys take turns at the head's blocks: if the token sees
-16 blocks, and 2 parts of 2 warpgroups are 4 workers, worker 1 reads blocks 1, 5, 9 and 13. So a
-part is the blocks of one CTA's workers, not a run of positions. A worker keeps a running softmax
-over its blocks (the online form of Milakov and Gimelshein, arXiv 1805.02867).
+16 blocks, and 2 parts of 2 warpgroups are 4 workers, worker 1 adds blocks 1, 5, 9 and 13 of these.
+So a part is the blocks of one CTA's workers, not a run of positions. A worker keeps a running
+softmax over its blocks (the online form of Milakov and Gimelshein, arXiv 1805.02867).
 
     1  Begin to copy the queries, if they are finished, and each worker's first blocks, at most
        two, to shared memory.
@@ -151,7 +151,7 @@ class _Cta:
     self.wait_for_everyone()
     begin = nothing_seen(shape.width)
     at = lax.rem(self.position // BLOCK - seen.first_block, shape.workers)
-    has_token = at == self.worker  # the worker whose turn the token's block is adds the token
+    has_token = at == self.worker  # with partial sums this worker adds the token
     if shape.partial:
       begin = self.with_token(begin, has_token)
     found = lax.fori_loop(0, steps, functools.partial(self.add_block, seen), begin)
@@ -255,7 +255,7 @@ class _Cta:
         plgpu.commit_smem()
 
   def load_turn(self) -> list[Any]:
-    """Loads sine and cosine; returns an empty list if there is no rotation.
+    """Loads the two rows of `Global.turn`; returns an empty list if there is no rotation.
 
     The kernel loads them before the partial sums: a load behind the additions of the partial sums
     would wait for the additions.

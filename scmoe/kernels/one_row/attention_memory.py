@@ -36,8 +36,8 @@ class Shape:
     window: how many positions a token sees, its own the last; 0: all up to its own.
     partial: whether the projections come as partial sums. The kernel then adds these up, and writes
       the token's key and value to the cache, which does not hold them yet.
-    rotated: whether the kernel, with `partial`, also rotates the queries and the key by the angles
-      in `Global.turn`.
+    rotated: whether the kernel, with `partial`, also rotates the queries and the key, by
+      `Global.turn`.
     page: positions of a page, a multiple of 64, if the cache is a pool of pages; 0: each row has a
       cache of its own. Not with `partial`.
     simulation: the simulation in use, or None (`launch.interpretation`).
@@ -82,7 +82,8 @@ class Global:
     queries: [R H, N]; None if `sums` is given.
     sums: float32 [parts of the sum, (H + 2 K) N], partial sums of queries, keys and values; None if
       `queries` is given.
-    turn: float32 [2, N/2], sine and cosine; None without a rotation.
+    turn: float32 [2, N/2], sine and cosine, times the rotary embedding's amplitude; None without a
+      rotation.
     position: int32 [R], of each row's token; with pages -1 for a row without a token.
     pages: int32 [R, T / `Shape.page`], the pages of each row; None without pages.
     keys, values: [R T, K, N]; with pages those of the whole pool, one page after the other.
@@ -108,7 +109,8 @@ class Shared:
   """References in shared memory, and barriers; `shared_types` gives their types in this order.
 
   Attributes:
-    in_out: [M, N], finished queries on their way in; with one part the result on its way out.
+    in_out: [M, N], without `Shape.partial` the queries on their way in; with one part the result on
+      its way out.
     queries: [M, N], the tile that products read.
     shares: [warpgroups, M, B], softmax weights of a block.
     keys, values: [warpgroups, stages, B, N], blocks of the cache.

@@ -3,10 +3,9 @@
     P  parts of the logits' sums      E  experts      L  E, rounded up to a multiple of 64
     K  experts per token              M  rows of a tile
 
-XLA adds up, sorts, reads the sorted ids, computes a softmax and picks from it: five kernels, and
-each waits for the one before. This kernel does not sort. It counts for every expert how many logits
-are larger than the expert's own, or equal and of a smaller index: this is the expert's place.
-Example: logits 3, 9, 5 have places 2, 0, 1.
+XLA takes several kernels for that, and each waits for the one before. This kernel does not sort. It
+counts for every expert how many logits are larger than the expert's own, or equal and of a smaller
+index: this is the expert's place. Example: logits 3, 9, 5 have places 2, 0, 1.
 """
 
 from __future__ import annotations

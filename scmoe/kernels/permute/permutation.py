@@ -30,7 +30,7 @@ from scmoe.kernels.permute import positions
 
 _BLOCK = 32  # Choices that are compared with each other; blocks of 128 take 4 times as long.
 _SUMMED = 512  # The most rows whose running sums one product computes.
-_ADDED = 16  # The most rows that are added one by one, in additions that XLA makes one kernel.
+_ADDED = 16  # The most rows that are added one by one.
 
 
 @jax.tree_util.register_dataclass
@@ -77,11 +77,10 @@ def permutation_of(row_TK: Array, copy_R: Array) -> Permutation:
 def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]:
   """Each choice's position among those of its expert, and how many choices each expert has.
 
-  A position is the number of earlier choices, in the order of the array, of the same expert. On
-  Hopper (`launch.runs_ptx`) a kernel computes positions and counts if it takes the sizes
+  A position is the number of earlier choices, in the order of the array, of the same expert. Where
+  `launch.runs_ptx` is true, a kernel computes positions and counts if it takes the sizes
   (`positions`). Otherwise XLA compares the choices of each block of 32 with each other, and adds
-  the counts of earlier blocks. A sort or a scatter would be slower: either takes many short steps
-  that wait for each other.
+  the counts of earlier blocks.
 
   Worked example: five tokens that chose the experts 0, 2, 0, 0, 2 of three have the positions 0, 0,
   1, 2, 1; the counts are 3, 0, 2.
@@ -131,8 +130,8 @@ def _running_sums(count_CE: Array, largest: int) -> tuple[Array, Array]:
 
   Args:
     count_CE: int32 counts.
-    largest: no count is larger. Up to 256 the counts are exact in bfloat16, and the product in
-      bfloat16 takes a third of the time of one in float32.
+    largest: no count is larger. Up to 256 the counts are exact in bfloat16, so products of up to
+      512 rows then multiply in bfloat16 and add up in float32.
   """
   blocks, num_experts = count_CE.shape
   if blocks <= _ADDED:
@@ -165,8 +164,7 @@ def take_rows(x_MN: Array, index_R: Array) -> Array:
   """Row index[r] of x for each r; zeros where the index is negative or past x's last row."""
   if not x_MN.shape[0]:
     return jnp.zeros((*index_R.shape, *x_MN.shape[1:]), x_MN.dtype)
-  # As an unsigned number a negative index is a large one, so one comparison tests both bounds. XLA
-  # would compute two comparisons in a kernel of their own.
+  # As an unsigned number a negative index is a large one, so one comparison tests both bounds.
   inside_R = index_R.astype(jnp.uint32) < x_MN.shape[0]
   inside = inside_R.reshape(*index_R.shape, *(1,) * (x_MN.ndim - 1))
   return jnp.where(inside, jnp.take(x_MN, index_R, axis=0, mode="clip"), 0)
@@ -175,9 +173,8 @@ def take_rows(x_MN: Array, index_R: Array) -> Array:
 def take_words(x_MN: Array, index_R: Array) -> Array:
   """Does `take_rows` in words of 4 bytes.
 
-  A row must be an even number of 2-byte elements. XLA's gather moves a fixed number of elements a
-  second, whether these have 2 or 4 bytes, so `take_rows` would take twice as long. Not
-  differentiable.
+  A row must be an even number of 2-byte elements. On a GPU `take_rows` is slower: XLA's gather
+  moves about as many elements a second, whether these have 2 or 4 bytes. Not differentiable.
   """
   rows, width = x_MN.shape
   words_MW = lax.bitcast_convert_type(x_MN.reshape(rows, width // 2, 2), jnp.uint32)
@@ -198,8 +195,7 @@ def sum_copies(
     row_TK: number of the row for each t and k.
     weight_TK: factors; None: all are 1.
     joined: whether XLA may fuse the loop over rows with the reader of its result. Set it only if no
-      reader reduces over rows or columns: fused with such a reader, the loop would lose half its
-      speed.
+      reader reduces over rows or columns: fused with such a reader, the loop would be slower.
   """
   return _sum_copies((rows_RD,), (row_TK,), weight_TK, joined)
 

@@ -1,4 +1,4 @@
-"""Rows sent to places in any rank's result: by the put kernel on Hopper, else by collectives.
+"""Rows sent to places in any rank's result: by the put kernel where it runs, else by collectives.
 
     M  rows at hand      K  copies of each      D  width      R  rows of every device's result
     W  ranks: the devices of one mesh axis      G  groups of a tiled result
@@ -37,12 +37,12 @@ def put_rows(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Sends each row to its places on any rank; returns the rows and tags that arrive here.
 
-  Every device of the axis calls this function. On Hopper (`runs_ptx`) one kernel, which has no
+  Every device of the axis calls this function. Where `runs_ptx` is true, one kernel, which has no
   gradient, writes into the GPUs' memory. Elsewhere every rank gathers the rows of all ranks, for
   which it needs memory, and keeps those with places in its own result.
 
   Args:
-    x_MD: this device's rows. On Hopper the bytes of a row, K and W are such as the kernel `takes`.
+    x_MD: this device's rows. For the kernel the bytes of a row, K and W are such as it `takes`.
     place_MK: int32, the place of each copy; a number outside [0, W·R) is no place.
     num_rows: R.
     axis: the mesh axis.

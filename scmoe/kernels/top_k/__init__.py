@@ -1,4 +1,4 @@
-"""Logits of a linear gate and each token's k best experts: by a kernel where one runs, else XLA."""
+"""Logits of a linear gate and each token's k best experts, by kernels or by XLA."""
 
 from scmoe.kernels.top_k.api import (
   GateOutput,

@@ -54,19 +54,19 @@ from scmoe.parallel.collectives import Exchange, largest
 from scmoe.parallel.mesh import TOKEN_AXES
 
 # An overflow round has room for 1/4 of the first round's rows, rounded up. On four GPUs with 16 MiB
-# of rows each, a round takes about 0.1 ms; with 1/4 there are half as many rounds as with 1/8, in
-# the same peak memory (experiments/dispatch).
+# of rows each, a round takes about 0.1 ms; with 1/4 there are about half as many rounds as with
+# 1/8, in the same peak memory (experiments/dispatch).
 OVERFLOW = 4
 # The axes of tokens over which this transport exchanges no rows. Devices that differ in one of
-# these axes alone dispatch their own tokens to the same experts: each device has a copy of these
-# experts, or along `shard` a part of them.
+# these axes alone dispatch their own tokens to the same experts.
 BESIDE_EXPERT = tuple(axis for axis in TOKEN_AXES if axis != "expert")
 
 
 def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> int:
-  """Rows for each peer in one chunk of the first round (P); all choices if there is one rank only.
+  """Rows for each peer in one chunk of the first round; all choices if there is one rank only.
 
-  With several ranks the number is rounded up, and at least 1.
+  With several ranks the number is rounded up, and at least 1. It is P unless `Dropless.longest`
+  needs fewer.
 
   Args:
     choices: T·K of one device.

@@ -1,12 +1,12 @@
 """The packed transport: capacity's drops, without capacity's buffer of C rows for every expert.
 
-`Capacity` sends C rows for every expert, filled or not. With a capacity factor of 2, usually half
-of the rows that travel and that the experts compute, or more, are padding. This transport drops the
-same choices (`kept_choices`) and sends the kept ones as `Dropless` does: in rounds, over a buffer
-per rank of at most `dispatch.slack` times the balanced share of the choices, rounded up. Without an
-exchange they stay on their device (`Local`). The experts compute only kept rows. The results are,
-but for rounding, those of `Capacity` with the same C at another cost, unless `Dropless.first_round`
-loses rows.
+`Capacity` sends C rows for every expert and capacity group, filled or not. With a capacity factor
+of 2, usually half of the rows that travel and that the experts compute, or more, are padding. This
+transport drops the same choices (`kept_choices`) and sends the kept ones as `Dropless` does: in
+rounds, over a buffer per rank of at most `dispatch.slack` times the balanced share of the choices,
+rounded up. Without an exchange they stay on their device (`Local`). The experts compute only kept
+rows. Unless an ablation (`dispatch.ablation`) is on, the results are, but for rounding, those of
+`Capacity` with the same C at another cost.
 
 Worked example: two ranks with one expert each, C = 2. Four tokens of rank 0 choose the experts 0,
 0, 0 and 1; token 2 is dropped. `Packed` queues the tokens 0 and 1 for rank 0 and the token 3 for

@@ -1,7 +1,8 @@
-"""Checkpoints: written by all processes, kept, and restored on any mesh from the newest good step.
+"""Checkpoints: written, kept, and restored from the newest good step, also on another mesh.
 
-Orbax writes the arrays; a step appears when its directory is renamed to its number. Orbax does not
-fall back to an older step when one is damaged, so this module tries the steps, newest first.
+Orbax or `scmoe.training.pieces` writes the arrays; a step appears when its directory is renamed to
+its number. Orbax does not fall back to an older step when one is damaged, so this module tries the
+steps, newest first.
 `scmoe.training.restore` reads a step, `scmoe.training.description` the JSON beside its arrays.
 
     WORKDIR/checkpoints/N/params    weights            N/data/metadata   data position (JSON)
@@ -201,7 +202,7 @@ class Checkpointer:
       NonFiniteError: an array is not finite; the step does not appear.
       StorageError: writing failed, an array got too few or too many pieces, or a function of
         `pieces` raised an exception that is no `ScmoeError`. A `ScmoeError` of such a function, and
-        every exception of `ready`, is passed on. In all these cases nothing of the step is left.
+        every exception of `ready`, is passed on. In all these cases the step does not appear.
     """
     place = self.directory / f"{step}.orbax-checkpoint-tmp-pieces"
     failed = self._begins(step)

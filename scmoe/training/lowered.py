@@ -8,7 +8,7 @@ so every start lowers first. For a Pallas kernel that means Mosaic's layout infe
     trace -> digest of jaxpr, package, jax, ... (`_key`) -> kept StableHLO, or lower it and keep it
 
 The first start compiles the exported program (`jax.export`), too, so at a later start jax's cache
-finds it compiled.
+may have it compiled.
 """
 
 from __future__ import annotations

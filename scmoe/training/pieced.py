@@ -1,8 +1,8 @@
 """An array of the state that the host reads piece by piece, because memory may not hold all of it.
 
 With `mesh.moments_in=files` a checkpoint's form of the state (`TrainState.for_checkpoint`) has such
-objects in place of moments, and of parameters whose lower halves lie in files. A save writes few
-pieces at a time (`Checkpointer.save`).
+objects in place of the moments in files, and of parameters whose lower halves lie in files. A save
+writes few pieces at a time (`Checkpointer.save`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def is_pieced(x: Any) -> bool:
 
 
 def gathered(x: Any, place: Place, pieces: Callable[[Any], np.ndarray]) -> np.ndarray:
-  """A piece of an array that several devices divide, from their shards.
+  """A piece of an array, from its devices' shards.
 
   Args:
     x: has the array's shape, type and NamedSharding; all its devices are this process's.

@@ -17,7 +17,7 @@ def quiet_libraries() -> None:
   orbax closes its event loop. Others that are under way then raise in a tensorstore thread, or in a
   coroutine that Python closes unfinished as it exits. Both kinds of exceptions reach
   `sys.unraisablehook`, and the hook that this function installs drops them: one full disk or one
-  damaged file would print over a hundred tracebacks.
+  damaged file could print over a hundred tracebacks.
   """
   for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -26,9 +26,9 @@ def quiet_libraries() -> None:
 
 
 class _WithoutAbandoned:
-  """A `sys.unraisablehook` that passes on all exceptions but those of orbax's abandoned work.
+  """A `sys.unraisablehook` that drops exceptions of orbax's abandoned work, and passes on others.
 
-  These are "Event loop is closed", and whatever a coroutine of orbax raises.
+  It drops each "Event loop is closed", and whatever a coroutine of orbax raises.
   """
 
   def __init__(self, hook: Callable[..., Any]):

@@ -2,11 +2,12 @@
 
 The loop of overflow rounds in every layer (`scmoe.moe.dispatch.dropless`) costs time even where it
 never runs: XLA's GPU runtime copies the loop's condition to the host, which reads it before it
-launches anything else, and XLA runs no exchange beside the loop. With `dispatch.overflow=repeat`,
-where devices exchange rows, a step is one of two programs with the same state:
+launches anything else, and XLA runs no exchange beside the loop. Where devices exchange rows and a
+step may be run again (`DispatchConfig.repeats`), it is one of two programs with the same state:
 
-  once     sends the first round of rows only. Where no row is left over, it adds up the same
-           numbers as the program with loops. Otherwise the step changes no bit of the state
+  once     sends the first round of rows only (but a second model, such as a teacher, has its
+           loops). Where no row is left over, it adds up the same numbers as the program with
+           loops. Otherwise the step changes no bit of the state
   looped   has the loops. It runs those steps again in which rows were left over
 
 The host reads one array of a step, the rounds that each layer needs, before it dispatches the next
@@ -42,8 +43,8 @@ class Pace:
 
   Attributes:
     looped: whether the next step runs with loops.
-    calm: number of steps in a row without rows left over that end the present burst or, between two
-      bursts, ended the last one; 0 before the first.
+    calm: number of steps in a row without rows left over that end the present burst or, after a
+      burst, ended it; 0 before the first.
   """
 
   def __init__(self) -> None:
@@ -92,11 +93,11 @@ class RepeatingStep(GuidedStep):
 
   Args:
     step: the step without loops (`make_train_step` with `repeats`).
-    looped: makes the step with loops; called once, when it is first needed.
+    looped: makes the step with loops; called when it is first needed, if ever.
     *args, **options: see `GuidedStep`.
 
   Attributes:
-    repeated: number of steps that were run again in this start so far.
+    repeated: number of steps that were run again so far, in this start or since `forget`.
     pace: which program runs the next step.
   """
 

@@ -8,9 +8,9 @@ kernel has S times the work:
 
 XLA computes what scmoe's own kernels and cuDNN's attention compute in a run alone: under `jax.vmap`
 the kernels were not tried on a GPU, and cuDNN's attention fails with a mask (`without_kernels`).
-Each run is otherwise the one that `Trainer.run` trains alone: it has its own folder, metrics,
+Otherwise each run is like one that `Trainer.run` trains alone: it has its own folder, metrics,
 checkpoints, initial weights and order of the data. Such a folder can be resumed alone, and runs
-that were begun alone can go on side by side.
+that were begun alone can go on side by side if they have reached the same step.
 
 A run that fails with `NonFiniteError` ends no other. Its steps are still computed, but it is no
 longer logged, saved, evaluated or sampled. Any other error ends all runs. Every run's metrics give

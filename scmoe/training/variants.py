@@ -1,8 +1,8 @@
 """One training step in several variants.
 
 All variants have the same state, so that a run can change the variant from one step to the next
-without moving a parameter (Tutel's runtime switching). A variant is compiled at its first use and
-kept; `scmoe.training.fastest` finds the fastest.
+without moving a parameter (Tutel's runtime switching). A variant's step is built at its first use
+and kept; `scmoe.training.fastest` finds the fastest.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from scmoe.training.step import TrainState
 class Variant:
   """The options in which steps of a run may differ; None: as the run is configured.
 
-  `top_k` and `capacity_factor` change the result, as does a change between a `transport` that drops
-  choices and one that does not. Where choices are dropped, `chunks` may change it, too: an expert's
-  capacity is rounded up to a multiple of them. The others, which say when rows are computed, and
-  how and when rows and expert parameters travel between devices, change it by rounding at most.
+  `top_k` and `capacity_factor` may change the result, as may a change between a `transport` that
+  drops choices and one that does not. Where choices are dropped, `chunks` may change it, too: an
+  expert's capacity is rounded up to a multiple of them. The others say when rows are computed, and
+  how and when rows and expert parameters travel between devices; unless `dispatch.ablation` is on,
+  they change the result by rounding at most.
 
   Attributes:
     transport: `dispatch.transport`; `train.tune` takes capacity and packed.

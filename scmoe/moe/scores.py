@@ -82,10 +82,10 @@ class Scores:
 
   @functools.cached_property
   def probs_TE(self) -> Array:
-    """Each token's scores, divided by their sum where they are sigmoids (DeepSeek-V3, Eq. 19).
+    """Each token's scores, sigmoids divided by their sum (`scaled_weights`; DeepSeek-V3, Eq. 19).
 
-    The balancing losses except `load_importance`, the statistics of probabilities, token rounding
-    and the order `priority` read them.
+    The balancing losses `gshard` and `megablocks`, the statistics of probabilities, token rounding
+    and the order `priority` read them, among others.
     """
     scores_TE = self.scores_TE
     return scaled_weights(scores_TE, True) if self.independent else scores_TE
@@ -93,13 +93,14 @@ class Scores:
   def best(self, k: int, bias_E: Array | None = None) -> Array:
     """Each token's k best experts by logit, score or score + bias, best first: int32 [T, K].
 
-    They are ordered by the logits, which have the order of the scores; with a balancing bias by
-    score + bias; with groups of experts and no bias by the score. Where the logits decide and the
+    They are ordered by the logits; with a balancing bias by score + bias; with groups of experts
+    and no bias by the score. Where the logits decide and the
     gate's `top_k` has found the best, these are returned. Otherwise `jax.lax.top_k` orders values:
     0.0 comes before -0.0; of other equal values the one of the expert with the smaller index comes
     first; and NaN counts as the largest value, or as the smallest if its sign bit is set. So the
-    experts are valid indices whatever the logits are. With groups (`router.n_group` > 1) only
-    experts of a token's `router.topk_group` best groups are chosen; these groups are called open.
+    experts are valid indices whatever the logits are. With groups (`router.n_group` > 1) a token
+    without NaN scores gets only experts of its `router.topk_group` best groups; these groups are
+    called open.
 
     Raises:
       ConfigError: the bias has the wrong shape, or the open groups hold fewer than k experts.

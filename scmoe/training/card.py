@@ -1,8 +1,8 @@
-"""WORKDIR/card.json: the facts that are needed to repeat a run.
+"""WORKDIR/card.json: facts for repeating a run.
 
-It has the commit, versions, host, devices, some environment variables (`_VARIABLES`), the starts,
-and what the caller says (`write_card`), such as command, configuration, fingerprint of the data and
-numbers of parameters.
+It has the time, commit, versions, host, devices, some environment variables (`_VARIABLES`), the
+starts, and what the caller says (`write_card`), such as command, configuration, fingerprint of the
+data and numbers of parameters.
 """
 
 from __future__ import annotations

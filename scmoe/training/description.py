@@ -85,9 +85,9 @@ def flatten(tree: PyTree) -> dict[str, Any]:
 
 
 def item_of(name: str) -> str:
-  """The folder of a step that holds an array: `params` for weights, or `state`.
+  """The folder of a step that holds an array: `params` for parameters, or `state`.
 
-  So weights can be read alone. If the array's entry in the step's meta gives an `item`, as in a
+  So parameters can be read alone. If the array's entry in the step's meta gives an `item`, as in a
   step that was saved in pieces, it lies in that folder instead.
   """
   return "params" if name.partition(".")[0] == "params" else "state"
@@ -156,7 +156,7 @@ def read_description(place: Path) -> tuple[dict, dict]:
   Raises:
     Damaged: the description is missing, of another form, or changed since it was written.
     PermissionError: this process may not read a file of the step.
-    CheckpointError: a later version of scmoe wrote it.
+    CheckpointError: this version of scmoe does not know the description's schema.
   """
   try:
     meta = read_json(place / "meta" / "metadata", _META)

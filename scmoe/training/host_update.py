@@ -6,11 +6,11 @@
     arrives                         | new 0 |     new 1     ...
 
 Streaming moves a layer's moments to the device and back: if they are float32, 10 bytes a parameter
-each way with lower halves. Here the moments stay. A layer's gradients leave the device, 4 bytes a
-parameter (2 if they are bfloat16, with nothing to sum up), and with them the parameters as the
-device stores them (upper halves, 2 bytes, or float32) and their average, if there is one. The host
-runs the same update on jax's CPU and sends the new parameters and average back. With such moments
-and halves less travels, but the host's memory is slower than the device's.
+each way with lower halves. Here the moments stay. A layer's gradients leave the device, at most 4
+bytes a parameter, and with them the parameters as the device stores them (upper halves, 2 bytes, or
+float32) and their average, if there is one. The host runs the same update on jax's CPU and sends
+the new parameters and average back. With such moments and halves less travels, but the host's
+memory is slower than the device's.
 
 The step is one program up to the norm of all gradients: no layer can be updated before it is known
 whether the step is good and by how much gradients are clipped. After that program Python goes from
@@ -70,7 +70,7 @@ def begun_on_host(state: Any, abstract: Any) -> Any:
   """A fresh state, moments being zeros that the host keeps.
 
   Args:
-    state: `ABSENT` in place of the moments; lower halves in pinned memory.
+    state: `ABSENT` in place of the moments; lower halves, if there are some, in pinned memory.
     abstract: the whole state, stacks divided into layers.
   """
   return _Parts.of(abstract).keeping(state)

@@ -1,7 +1,7 @@
 """An optimizer's moments in bfloat16, rounded at random so that small changes are not lost.
 
-While gradients keep their size, a second moment changes by about 1 - β₂ of itself a step or less, a
-thousandth with β₂ = 0.999, but neighbouring bfloat16 numbers are 1/256 to 1/128 of themselves
+While gradients keep their size, a second moment changes by some 1 - β₂ of itself a step. With β₂ =
+0.999 that is a thousandth, but neighbouring bfloat16 numbers are 1/256 to 1/128 of themselves
 apart: rounded to the nearest, such a moment would hardly ever change. Here moments are rounded up
 or down at random, with the probabilities that keep their expected values. They then move as in
 float32, with a noise whose standard deviation is at most 1/256 of the moment a step. Over many

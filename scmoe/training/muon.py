@@ -1,4 +1,4 @@
-"""Muon: the update of a matrix is its momentum, made nearly orthogonal.
+"""Muon: the update of a matrix is its Nesterov momentum, made nearly orthogonal and scaled.
 
 A parameter's name and its module's say whether it is a matrix (`scmoe.models.matrices`). A
 parameter of 12 stacked layers with 8 experts each is 96 matrices. The iteration that makes them

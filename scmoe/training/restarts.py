@@ -1,11 +1,11 @@
 """Starts a run again when it dies: `scmoe.train --restarts N`.
 
 The command runs as a child of this process. If the child was killed, crashed, got stuck (exit code
-86) or lost its peers, the command runs again. Exit codes that another start would not mend are
-passed on (`FINAL`): done, wrong configuration or data, skipped steps that end a run, no valid
-checkpoint, a failure of storage, an elastic run without restarts left, asked to stop, and 130: the
-user has interrupted the command (Ctrl-C) before it could save, or again. After a start that wrote a
-later checkpoint, restarts are counted anew.
+86) or lost its peers, the command runs again while restarts are left. Exit codes that another start
+would not mend are passed on (`FINAL`): done, wrong configuration or data, numbers that end a run
+(not finite, or a spike), no valid checkpoint, a failure of storage, an elastic run without restarts
+left, asked to stop, and 130: the user has interrupted the command (Ctrl-C) before it could save, or
+again. After a start that wrote a later checkpoint, restarts are counted anew.
 """
 
 from __future__ import annotations

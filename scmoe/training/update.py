@@ -23,9 +23,9 @@ class Left(NamedTuple):
 
   Attributes:
     near: `params`, `opt_state` and `average`, with `ABSENT` in place of all that the host keeps.
-      Parameters are those that a device updates: its shares with `mesh.shard_state`.
-    grads: summed over devices, divided by the loss scale, not clipped. A device has those of the
-      parameters, or shares of parameters, that it updates.
+      Parameters are those that a device updates: its shares where `mesh.shard_state` divides them.
+    grads: summed over devices, divided by the loss scale if there is one, not clipped. A device has
+      those of the parameters, or shares of parameters, that it updates.
     step: int32 [], number of steps before this one.
     norm: float32 [], of all gradients.
     good: bool [], False if the host is to change nothing.

@@ -27,7 +27,8 @@ _PROBE_BYTES = 4096
 _BUSY = (errno.EAGAIN, errno.EACCES)  # errors of flock if another process holds the lock
 _LARGEST_PID = 2**31 - 1
 
-_descriptors: set[int] = set()  # open descriptors of all locks that this process holds
+# Open descriptors of all locks that this process holds or tries to take.
+_descriptors: set[int] = set()
 
 
 def prepare_workdir(path: str | os.PathLike[str]) -> Path:
@@ -94,7 +95,7 @@ class RunLock:
     """Takes the lock.
 
     Raises:
-      ConfigError: another process holds it.
+      ConfigError: another process, or another `RunLock` of this one, holds it.
       StorageError: as `_take`; or the file cannot be written, and is removed.
     """
     try:
@@ -120,7 +121,7 @@ class RunLock:
     directory's it says nothing.
 
     Raises:
-      ConfigError: another process holds a lock.
+      ConfigError: a lock that it takes is held already.
       StorageError: the directory cannot be opened, or the file cannot be opened for writing.
     """
     # If somebody deletes the lock file of a running process, the lock on the directory still holds.
@@ -151,8 +152,8 @@ class RunLock:
     except OSError as error:
       if error.errno in _BUSY:
         raise self._in_use(_owner(self._path)[0]) from None
-      # A directory's lock may fail without a warning: NFS locks only files. If the file's fails,
-      # the file system has no locks.
+      # A directory's lock may fail without a warning: NFS locks only files. If the file's fails, as
+      # a rule the file system has no locks.
       if warns:
         warn(
           f"the file system of {self._path} has no locks ({error.strerror}): two runs that start "

@@ -1,18 +1,19 @@
-"""Free pages of a pool, the memory beside it, and the widths for which programs are compiled."""
+"""Free pages of a pool, the memory for pages, and the widths for which programs are compiled."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# The share of a device's free memory that pages get, with their copies, if no option says how much.
+# The largest share of a device's free memory that pages and their copies get if no option says how
+# much.
 FREE_SHARE = 0.9
 
 
 def copied(most: int, layers: int) -> int:
   """Estimates the tokens or bytes that a step copies at once if no kernel reads pages in place.
 
-  `scmoe.layers.pages.attend_over` copies the pages of one layer at a time, perhaps those of the
-  next one too.
+  A layer's attention copies the pages of that layer (`scmoe.layers.pages.read`); the copies of the
+  next layer may exist at the same time.
 
   Args:
     most: tokens or bytes of the pages that all slots can have, in all layers.
@@ -51,7 +52,7 @@ class FreePages:
 
 
 def free_bytes(device: Any) -> int | None:
-  """Bytes of a `jax.Device` that no array takes; None if the device does not say."""
+  """Bytes that JAX may still take of a `jax.Device`'s memory; None if the device does not say."""
   known = device.memory_stats() or {}
   return known["bytes_limit"] - known["bytes_in_use"] if "bytes_limit" in known else None
 
@@ -59,8 +60,8 @@ def free_bytes(device: Any) -> int | None:
 def widths(most: int, steps: int, factor: int, least: int = 1) -> list[int]:
   """Ascending numbers, at most `steps`: `most` is the last, each other one is the next / `factor`.
 
-  Quotients are rounded up. For each of the numbers, pages of a table or tokens of a piece, XLA
-  compiles programs; so they must be few.
+  Quotients are rounded up. For each width of a table, in pages, and of a piece, in tokens, XLA
+  compiles programs; so there must be few.
 
   >>> widths(16, 3, 2)
   [4, 8, 16]

@@ -2,11 +2,12 @@
 
 A turn, which is a call of `Server.step`, runs one program unless it has none to run. The program
 adds a token to all requests whose prompt has been read and that need more tokens, and reads pieces
-of some other requests' prompts in the same pass. The turn that reads the last piece of a prompt
-also draws the token that follows it. A request that ends frees its slot and its pages for other
-requests. While the device computes a turn, the host reads the tokens of the turn before. So the
-host may learn one turn late that a request has drawn an end token or completed a stop; a token that
-the device has drawn for it meanwhile is thrown away.
+of some other requests' prompts in the same pass; of a request that was put back, prompt and new
+tokens are read like a prompt. The turn that reads the last piece of a prompt also draws the token
+that follows it. A request that ends frees its slot and its pages for other requests. While the
+device computes a turn, the host reads the tokens of the turn before. So the host may learn one turn
+late that a request has drawn an end token or completed a stop; a token that the device has drawn
+for it meanwhile is thrown away.
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ class _Results:
 
   Attributes:
     drawn: the drawn tokens of all rows.
-    rows: the rows whose drawn token is their request's next one; that of the others means nothing.
-    logprob_RC: row r is about the piece of a prompt in row r of the program. [r, c] is the
+    rows: the rows that draw for a request; the drawn tokens of the others mean nothing.
+    logprob_RC: row r is about the piece that has the row r in `pieces`. [r, c] is the
       log-probability of the token that follows the piece's c-th token, counted from 0: of a piece
-      that begins at position 16 of its prompt, [r, 0] is that of the prompt's token 17. None if no
-      request of `pieces` asked for them.
-    pieces: the pieces that `logprob_RC` is about; columns beyond a piece's tokens mean nothing.
+      that begins at position 16 of its prompt, [r, 0] is that of the token at position 17. Columns
+      where a piece has no token, or its text none that follows, mean nothing. None if no request of
+      `pieces` asked for them.
+    pieces: the pieces of prompts that the turn reads.
   """
 
   drawn: Drawn
@@ -89,10 +91,10 @@ class Server:
       print(answer.text)
 
   But for rounding, an answer to a request without `stop` has the tokens of
-  `scmoe.inference.decode.generate` for its prompt alone. The rounding of a sum depends on the order
-  in which a kernel adds it up, and this order may change with the number of rows and pages of a
-  program. Where two tokens are equally probable up to this rounding, which 16 bits make far more
-  frequent than float32, the answer may be another one.
+  `scmoe.inference.decode.generate` for its prompt alone, with the same options. The rounding of a
+  sum depends on the order in which a kernel adds it up, and this order may change with the number
+  of rows and pages of a program. Where the choice of a token or an expert hangs on this rounding,
+  which is far more frequent with 16 bits than with float32, the answer may be another one.
 
   Args:
     model: a trained model.
@@ -102,10 +104,10 @@ class Server:
       it.
     pages: pages of each part; 0: as many as all its slots need for texts as long as the model's
       context, or fewer if `cache_bytes` holds fewer.
-    cache_bytes: if `pages` is 0, memory of each device for pages. 0: 0.9 of what is free beside
-      the caches of experts, less room for a copy of all slots' pages in two layers, which a step
-      makes where no kernel reads pages in place; no limit on a device that does not say what is
-      free.
+    cache_bytes: if `pages` is 0, memory of each device for pages. 0: 0.9 of what is free on the
+      mesh's first device beside the caches of experts, less room for a copy of all slots' pages in
+      two layers, which a step may make where no kernel reads pages in place; no limit if the device
+      does not say what is free.
     prefill_tokens: most tokens of prompts that each turn reads on each part.
     eos_id: an end token, or several; None: no token ends a text.
     decode: makes text of token ids; None: answers have no text, and requests no texts to stop at.
@@ -115,8 +117,8 @@ class Server:
     statistics: counts and times so far (`Statistics`).
 
   Raises:
-    ConfigError: an argument is of another type or out of range; the pages do not hold one text of
-      the model's context; the model chooses experts by a token's place in the batch
+    ConfigError: an argument but `router` is of another type or out of range; the pages do not hold
+      one text of the model's context; the model chooses experts by a token's place in the batch
       (`router.compat.uniform`); or `offload` does not fit the memory that the experts are in.
   """
 
@@ -337,7 +339,7 @@ class Server:
       part.admit(self._waiting.popleft(), part.free.take(needed) or [])
 
   def _run(self) -> _Results | None:
-    """Runs the turn's program; None if there is nothing to do."""
+    """Runs the turn's program and returns its results; None if there is nothing to do."""
     # Slots come first, because `_make_room` may put a request back. The host must have read all
     # results of that request by then, and could not have read those of pieces of the same turn.
     slots = self._active()
@@ -410,6 +412,7 @@ class Server:
   def _next_pieces(self) -> tuple[int, _Pieces]:
     """The number of rows for pieces of prompts on each part, and the pieces that this turn reads.
 
+    The number is 0 if there are no pieces.
     The pieces of a turn have one width, the most tokens that each has, and a prompt can have
     several pieces. The turn takes the width at which it reads the most tokens, or the largest of
     several such widths, since each piece reads all keys before it. With 256 `prefill_tokens` the

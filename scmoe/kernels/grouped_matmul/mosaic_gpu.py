@@ -4,8 +4,8 @@
 
 `grouped_rows`, `grouped_weights`, `forward` and `backward` have the arguments and results of those
 in `xla.py`, but do not write rows of tiles that are not in use. `forward` and `backward` are jitted
-in both files: an unrolled model lowers its kernels once for all layers of equal shapes, and not
-once per layer.
+in both files: an unrolled model lowers them once for all layers of equal shapes and options, and
+not once per layer.
 """
 
 import functools
@@ -229,7 +229,7 @@ def _up_gradients(x_XD, dpre, layout, index_R, how: Execution) -> tuple[jax.Arra
     gradient = functools.partial(grouped_weights, lhs_index_R=index_R, **options)
     return tuple(gradient(x_XD, d_RF, layout) for d_RF in dpre)
   # One gather of x serves both gradients. Rows in order are read twice instead, by one product for
-  # each gradient: its ping-pong tiles hide the epilogue, which is 3 to 15 % faster.
+  # each gradient: it can take ping-pong tiles, which hide the epilogue and are 3 to 15 % faster.
   widths = x_XD.shape[1], dpre[0].shape[1]
   tiling = tiles.choose("weights_pair", *widths, x_XD.dtype.itemsize, gathered=True)
   return weights_product(x_XD, dpre, layout, tiling, lhs_index_R=index_R, **options)
@@ -272,7 +272,7 @@ def backward(
   if permutation is not None:
     # XLA would keep the scaled activation, as large as a pre-activation, until dx is computed. With
     # the barrier it computes the down weights' gradient first, and frees the scaled activation. And
-    # x's rows are gathered anew: without the barrier XLA would keep those of the forward pass.
+    # x's rows are gathered anew: without the barrier XLA might keep those of the forward pass.
     dpre, ddown_GFD, x_XD = jax.lax.optimization_barrier((dpre, ddown_GFD, x_XD))
   x, x_index_R = _rows(x_XD, permutation, layout, _gathers_inside("weights_lhs", hidden))
   dups = _up_gradients(x, dpre, layout, x_index_R, how)

@@ -13,7 +13,7 @@ Two ways to share the work:
     tiles that this consumer sees.
 
 Two CTAs can form a pair (a thread block cluster) that works on neighbouring tiles at the same pace.
-Each loads half of the operand block that both need, and TMA writes that half to both: less traffic
+Each loads half of an operand block that both need, and TMA writes that half to both: less traffic
 from the L2 cache. A stage is then free only once the consumers of both CTAs have left it. Both CTAs
 walk the same number of steps, and each waits for all of its stages to be free before it ends, so
 neither ends while the other may still write to it or signal it.
@@ -54,12 +54,13 @@ class Tiling:
     stages: stages of the ring.
     pingpong: whether each consumer has its own tile.
     band: row tiles that are walked together, to reuse operands in the L2 cache.
-    store_buffers: buffers in shared memory that each consumer stores through, and in
-      `down_backward` loads through; one instead of two can leave room for another stage.
+    store_buffers: buffers in shared memory that each consumer stores through; in `down_backward`
+      the most blocks of 64 rows whose pre-activations a consumer's buffers hold at once. One
+      instead of two can leave room for another stage.
     pair: "": CTAs work alone. "rows": two CTAs work on neighbouring row tiles of one column tile
-      (of an odd number, both work on the last one) and share the columns' operand (rhs), unless
-      their groups differ. "cols": two CTAs work on neighbouring column tiles of one row tile and
-      share the rows' operand (lhs).
+      (for an odd number see `tile_order`) and share the columns' operand (rhs), unless their groups
+      differ. "cols": two CTAs work on neighbouring column tiles of one row tile and share the rows'
+      operand (lhs).
   """
 
   rows: int = 128

@@ -44,7 +44,7 @@ def grouped_matmul_reference(
 def expert_ffn_reference(
   rows: jax.Array, weights: FFNWeights, layout: RowLayout, activation: str
 ) -> jax.Array:
-  """`expert_ffn` without fp8, in float32 or wider, and with a result of that type.
+  """`expert_ffn` without fp8, with rows, weights and result in float32 or wider.
 
   Every expert computes every row. A copy then picks the result of its own expert, and a row's
   copies are added up, weighted if the layout has weights.

@@ -2,10 +2,9 @@
 
     N  choices      G  groups (experts)      R  rows of the tiles      I  tiles
 
-XLA computes the sums over groups, the groups' order by size and the scatter in a dozen kernels, and
-each takes longer to launch than to run. This kernel needs one launch, because no thread block waits
-for another: every block adds up the groups' tiles for itself, and then writes its share of the
-result.
+XLA computes the sums over groups, the groups' order by size and the scatter in a dozen kernels.
+This kernel needs one launch, because no thread block waits for another: every block adds up the
+groups' tiles for itself, and then writes its share of the result.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def sorted_rows_kernel(
   Args:
     sizes_G: int32, choices of each group.
     group_KM: int32, group of each choice: all rows' first choices, then all second ones, and so on;
-      an id outside [0, G) is no choice.
+      an id outside [0, G) is that of a choice of no group.
     position_KM: int32, position of each choice among those of its group.
     num_tiles: I, the static bound of the number of tiles.
     tile: rows of a tile.
@@ -281,7 +280,7 @@ class _Program:
     return ptx.lines(_store(out, row, "nobody", only_if=only_if) for out in (_COPY, _TOKEN))
 
   def find_group_of_tile(self) -> str:
-    """Writes tile i's group: how many groups end at or before it; G - 1 for a tile not in use."""
+    """Writes tile i's group: how many groups end where it begins or before; at most G - 1."""
     another = ptx.at_least_once(
       "GROUPS",
       "j",

@@ -32,8 +32,8 @@ def first_of(tile: Any, size: int, width: int) -> Any:
   A tile that would reach past the width ends where the width ends. It computes rows or columns of
   the tile before once more, with the same results: tiles of 128 on a width of 320 begin at 0, 128
   and 192, and a fourth tile, for an even number, at 192 too. The exception is a width that whole
-  tiles cover: a further tile for an even number begins where the width ends, and what it computes
-  is not stored (tiles of 128 on a width of 384: 0, 128, 256 and 384).
+  tiles cover: a further tile for an even number begins where the width ends, and its rows or
+  columns are not stored (tiles of 128 on a width of 384: 0, 128, 256 and 384).
   """
   if width % size == 0:
     return tile * size

@@ -3,8 +3,8 @@
     D  width      N  outputs of a matrix      P  parts of a sum      E  outputs of a narrow matrix
 
 Such a product takes as long as reading the matrix from memory and launching the product's kernels.
-cuBLAS is made for many rows: for one row it reads at half of the memory's speed, and for a narrow
-matrix it launches several kernels.
+cuBLAS is made for many rows: for one row it may read at half of the memory's speed, and for a
+narrow matrix launch several kernels.
 """
 
 from __future__ import annotations
@@ -190,10 +190,10 @@ _PARTS = 64  # most parts of a narrow product's sum
 
 
 def narrow_product(x_1D: Array, matrix_DE: Array) -> Array:
-  """x · W of one row, in float32 or wider, [1, E], for a matrix of some tens of columns.
+  """x · W of one row, in float32 or wider, [1, E], for a matrix of few columns.
 
   Written as sums, this is two kernels of XLA: the first computes the partial sum of every part at
-  the same time, and the second adds up the parts. Written as a product it would be five kernels.
+  the same time, and the second adds up the parts. Written as a product it would be more kernels.
   """
   sums_PE = narrow_sums(x_1D, matrix_DE)
   # Without the barrier XLA merges both sums into one sum that only few multiprocessors compute.

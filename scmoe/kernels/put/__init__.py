@@ -1,4 +1,4 @@
-"""Rows sent to places on any rank: by one kernel on Hopper, by collectives elsewhere."""
+"""Rows sent to places on any rank: by one kernel where it runs (on Hopper), else by collectives."""
 
 from scmoe.kernels.put.kernel import takes
 from scmoe.kernels.put.rows import put_rows

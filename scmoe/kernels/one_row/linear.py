@@ -84,12 +84,12 @@ class ComputedRow(Protocol):
 def products(
   row: Array | ComputedRow, matrices: Sequence[Array], *, backend: str = "auto"
 ) -> list[Array] | None:
-  """x · W for one W or more in one kernel; None where it does not take them or does not run.
+  """x · W for one W or more by one kernel; None where it does not take them or does not run.
 
-  It takes a single row of 16-bit floats. D must be a multiple of 128 and each N of 256, or D of 64
-  and each N of 512, or D of 32 and each N of 1024 (`matrix_vector.split`). XLA first computes a
-  `ComputedRow` that the CTAs cannot compute. Where a gradient is asked for, XLA's products compute
-  both the result and the gradient.
+  XLA adds up the kernel's partial sums. The kernel takes a single row of 16-bit floats. D must be a
+  multiple of 128 and each N of 256, or D of 64 and each N of 512, or D of 32 and each N of 1024
+  (`matrix_vector.split`). XLA first computes a `ComputedRow` that the CTAs cannot compute. Where a
+  gradient is asked for, XLA's products compute both the result and the gradient.
 
   Args:
     row: x, [..., D], or a row that the kernel computes.

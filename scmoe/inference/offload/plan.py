@@ -31,8 +31,8 @@ from scmoe.profiling.roofline import MACHINES, Machine, Sizes, StageSeconds, mod
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-# The least modelled seconds of a stage, since launching its kernels takes about so long
-# (experiments/LOG.md). Dispatch and combine of at most 1,024 tokens are modelled as taking no time.
+# The least modelled seconds of a stage, for the launch of its kernels. Dispatch and combine of at
+# most 1,024 tokens are modelled as taking no time.
 FLOOR = 8e-6
 
 
@@ -47,8 +47,8 @@ class OffloadRequest:
       auto: the planner chooses.
     gpu_memory: bytes of one device that may be used; 0: all.
     host_memory: bytes of pinned memory that may be used for all devices together; 0: no limit.
-    expert_cache: number of experts of every layer that a device keeps; -1: with auto the planner
-      chooses, otherwise none.
+    expert_cache: most experts of every layer that a device caches; -1: with auto the planner
+      chooses, otherwise none. Not read where auto finds that all experts fit on the device.
     cache_policy, ring_sections: see `policy` and `sections` of `Migration`; with auto the planner
       chooses the sections.
     int8_experts: whether the host keeps the experts' matrices in eight bits.
@@ -206,7 +206,7 @@ def bytes_of(text: str, name: str) -> int:
     size = int(Fraction(number) * UNITS[unit]) if within else 0
   except (ValueError, KeyError):
     size = 0
-  if size < 1:  # callers read 0 bytes as no limit
+  if size < 1:  # to callers, 0 bytes means that no size was given
     raise ConfigError(
       f"{name}={text!r} is not a size of at least one byte; write it as 8GiB, 500MB or in bytes"
     )
@@ -227,12 +227,13 @@ def plan(
   """Chooses an `Offload` that fits the memories, and computes its expected memory and speed.
 
   All experts stay on the device if they fit. If not, each phase, prefill and decode, gets a
-  `Migration`. If one pass of the phase makes at least as many choices as the device has experts of
-  a layer, a ring copies whole layers; it holds two layers at once if they fit, else one. In a phase
+  `Migration`. If a gating of one pass makes at least as many choices as the device has experts of a
+  layer, a ring copies whole layers; it holds two layers at once if they fit, else one. In a phase
   with fewer choices only chosen experts are copied: early if the wiring has a shortcut, blocking if
-  not. If decode is such a phase, it gets a cache of as many experts as fit, or none if one step can
-  choose more than fit. Example: with 64 experts and k = 2, a prefill of 1,000 tokens makes 2,000
-  choices and uses the ring; a decode step of 4 rows makes 8, and copies at most 8 experts a layer.
+  not. If decode is such a phase, it gets a cache of as many experts as fit, or none if a gating can
+  choose more than fit. Example: with 64 experts and k = 2, a gating of a prefill of 1,000 tokens
+  makes 2,000 choices, so the ring is used; in a decode step of 4 rows it makes 8, and needs at most
+  8 experts.
 
   Args:
     model: the model's resolved options.
@@ -293,12 +294,13 @@ def expected(
 ) -> Plan:
   """Computes the expected memory and speed of an `Offload`.
 
-  A prefill is taken to copy all experts, in every mode. A decode step copies all in mode ring. In
-  the other modes its choices are taken to be different experts, and those that miss the cache are
-  copied. In wirings with a shortcut, a copy of mode early is hidden for as long as the computation
-  between gate and experts takes. A copy of mode ring is hidden for as long as a whole pair
+  If experts are not on the device, a prefill is taken to copy all of them, in every mode. A decode
+  step copies all in mode ring. In the other modes the choices of one gating are taken to be
+  different experts, as far as there are so many, and those that miss the cache are copied. In
+  wirings with a shortcut, a copy of mode early is hidden for as long as the computation between
+  gate and experts takes. A copy of mode ring is hidden for as long as a whole pair
   computes, if the ring has more than one section. The expected hit rate is the share of the experts
-  that the cache holds; uneven routing gives a higher one.
+  that the cache holds; uneven routing usually gives a higher one.
 
   Args:
     offload: the `Offload`, which need not fit.

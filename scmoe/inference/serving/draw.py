@@ -24,7 +24,8 @@ class Needs(NamedTuple):
   """The optional parts of drawing that a program contains; its rows can use no other part.
 
   A program with all parts would sort the vocabulary even if every row takes the most probable
-  token. Nor can a branch inside the program decide: on a GPU the host would wait for its condition.
+  token. A branch inside the program does not decide, since on a GPU the host may have to wait for
+  its condition.
 
   Attributes:
     noise: draws at temperatures above 0.

@@ -90,7 +90,10 @@ class Job:
 
   @property
   def position(self) -> int:
-    """The position of the last new token that programs were asked for; the next step reads it."""
+    """The position of the last token of the prompt and the `sent` tokens after it.
+
+    A step that adds a token to the request reads this one.
+    """
     return len(self.request.prompt) + self.sent - 1
 
   @property
@@ -110,7 +113,7 @@ class Job:
     self.preemptions += 1
 
   def score(self, start: int, logprobs: np.ndarray) -> None:
-    """Keeps the log-probabilities of a piece of the prompt: of the tokens from `start` + 1 on.
+    """Keeps the log-probabilities of a piece of `text`: of the tokens from `start` + 1 on.
 
     Those of tokens after the prompt are left out.
 
@@ -214,9 +217,9 @@ class Part:
     return sorted((job for job in self.jobs if job.unread), key=lambda job: job.number)
 
   def pieces(self, width: int, rows: int) -> list[tuple[Job, int, int]]:
-    """The next pieces of the oldest prompts, for a program with so many rows of `width` tokens.
+    """The next pieces of the oldest requests' texts, for so many rows of `width` tokens each.
 
-    A prompt that is longer than a row fills several. Each of them can attend to those before it,
+    What is left of a text can fill several rows. Each of them can attend to those before it,
     since every layer writes the keys and values of all rows before it reads any.
 
     Returns:

@@ -73,9 +73,7 @@ def without_kernels() -> Iterator[None]:
   """Inside this context every automatic choice between a kernel and XLA is for XLA.
 
   It is for programs under `jax.vmap`, where jax's rule for cuDNN's attention fails with a mask of
-  one head for all (`layers.dot_product`). For the kernels here jax has a rule: `plgpu.kernel` puts
-  the mapped axis in front of the grid. So mapped, the experts' kernels lower, and a simulated
-  `rows_product` is right (jax 0.10.2 and 0.12), but none of them was tried on a GPU.
+  one head for all (`layers.dot_product`). The kernels here were not tried so on a GPU.
   """
   token = _chosen.set(False)
   try:
@@ -130,10 +128,10 @@ def compiled(body, **options: Any):
 
 
 def varying_as(x: jax.Array, made: Any) -> Any:
-  """A kernel's results `made`, marked as varying over the same mesh axes as the kernel's input x.
+  """The arrays `made`, such as a kernel's results, marked as varying over the mesh axes of x.
 
-  `jax.shard_map` checks these marks unless `check_vma` is False, and the results of a kernel lack
-  them.
+  `jax.shard_map` checks these marks unless `check_vma` is False. The results of a kernel lack them,
+  and so do new constants.
   """
   axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying))
   return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), made) if axes else made

@@ -250,7 +250,7 @@ _ACTIVATIONS = {
 def kernel_form(activation: Activation) -> Activation:
   """The same function, or a close approximation, in a form that Mosaic lowers to a fast kernel.
 
-  The special-function unit limits an epilogue. It has tanh as one instruction, where the usual
+  The special-function unit can limit an epilogue. It has tanh as one instruction, where the usual
   sigmoid takes two (exponential and reciprocal). Mosaic cannot lower erfc, so the exact GELU
   becomes an approximation with an error below 1e-6 · max(1, |h|). Nor can Mosaic in jax 0.10 lower
   functions with a custom derivative, such as `jax.nn.relu`.

@@ -38,7 +38,7 @@ from scmoe.kernels.grouped_matmul.tile_order import first_of, locate_rows, paire
 from scmoe.kernels.launch import resolve_num_sms
 
 _COLS = 64  # Columns of a chunk: one swizzle row, 128 bytes, of 2-byte elements.
-# Rows whose pre-activations are in registers at a time: a consumer's whole chunk would not fit.
+# Rows whose pre-activations are in registers at a time: those of 128 rows would not fit.
 _ROWS = 64
 
 

@@ -1,4 +1,4 @@
-"""The norm of a single token in one kernel; XLA needs one for each sum over the row, and one more.
+"""The norm of a single token in one kernel; XLA may need several.
 
 D  width
 """

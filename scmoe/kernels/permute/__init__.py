@@ -1,4 +1,4 @@
-"""Which choice of a token fills which row of a buffer, and functions that move such rows."""
+"""Which choice of a token fills which row of a buffer, and functions on such rows and choices."""
 
 from scmoe.kernels.permute.permutation import (
   Permutation,

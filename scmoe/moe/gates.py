@@ -55,7 +55,7 @@ GateMaker = Callable[..., Any]
 
 
 def compute_dtype(x: Array, fp32: bool) -> Any:
-  """The type that a gate computes in: that of x, promoted to float32 at least if `fp32`."""
+  """The type of x, promoted to float32 at least if `fp32`."""
   return jnp.promote_types(x.dtype, jnp.float32) if fp32 else x.dtype
 
 
@@ -131,6 +131,7 @@ class LinearGate(nnx.Module):
 
     Raises:
       ConfigError: k is larger than E.
+      ValueError: k is below 1.
     """
     check_top_k(k, self.weight.shape[-1])
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
@@ -233,11 +234,12 @@ def chosen_gate(gates: Sequence[Any], index: int | Array) -> Any:
 
   Args:
     gates: of one layer.
-    index: an int; or a jax array, traced or not, of shape [] or [B], whose range is not checked.
+    index: a whole number; or a jax array, traced or not, of shape [] or [B], whose range is not
+      checked.
 
   Raises:
-    ConfigError: the index is neither an int nor a jax array; an int is the index of no gate; or the
-      index is a jax array, and the gates differ in class or size.
+    ConfigError: the index is neither a whole number nor a jax array; a whole number is the index of
+      no gate; or the index is a jax array, and the gates differ in class or size.
   """
   if not isinstance(index, Array):
     check_whole("gate", index)

@@ -115,7 +115,7 @@ class Ahead:
       return None
     try:
       choice = self._how.choose(there - 1, me.devices)
-    except ConfigError:  # no mesh is small enough
+    except ConfigError:  # no mesh fits
       return None
     if (choice.processes, choice.data, choice.expert) in self._known:
       return None

@@ -3,7 +3,7 @@
 float16's smallest positive number is 6e-8. The gradient of a mean over 8,192 tokens starts at 1e-4
 and may shrink on its way back: unscaled, small gradients keep few bits or become 0. So the step
 multiplies the loss by a factor before it takes gradients, and divides the gradients by it in
-float32. A dynamic factor stays as large as possible: a step whose loss or gradients are not
+float32. A dynamic factor stays as large as possible: a step whose loss or gradient norm is not
 finite is skipped and halves it (down to 1), `window` finite steps in a row double it (up to 2^24;
 Micikevicius et al., arXiv 1710.03740; Megatron-LM `--loss-scale-window`).
 """
@@ -58,7 +58,7 @@ class LossScaling:
 
     Args:
       state: as before the step (`init`).
-      finite: bool [], whether the step's loss and gradients were finite.
+      finite: bool [], whether the step's loss and gradient norm were finite.
     """
     if self.fixed:
       return state

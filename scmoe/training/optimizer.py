@@ -26,7 +26,7 @@ class Optimizer(NamedTuple):
   """An optax transformation and what the step does around it.
 
   That is: schedule, loss scaling, spike test, division over data ranks, average of the weights, and
-  moments in the host's memory.
+  moments outside the devices' memory.
 
   `tx.update` takes `step=`, the step of the run, and `norm=`, the global norm of the gradients: the
   transformation may see one device's share of the gradients and could not compute their norm. It

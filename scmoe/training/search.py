@@ -26,7 +26,7 @@ from scmoe.training.guided import GuidedStep
 from scmoe.training.step import TrainState
 from scmoe.training.variants import Change, StepVariants, Variant
 
-# With `on_best`, timed steps of a candidate before the next candidate is made from the fastest.
+# With `on_best`, timed steps of a candidate, by which the next candidate's base is chosen.
 GLANCES = 3
 
 
@@ -78,8 +78,9 @@ class Search:
     most_steps: limit of steps before the choice, in the same sense.
     margin: fraction by which a candidate must be faster than the one kept so far to replace it.
     together: number of candidates to compile at once before the first is tried; only with
-      `on_best`. Nothing is measured yet, so each is applied to the one before it. 0 or 1: one by
-      one. If their compilation takes longer than `seconds`, only the first of them is tried.
+      `on_best`. Nothing is measured yet, so each is applied to the last one before it that the
+      model has taken. 0 or 1: one by one. If their compilation takes longer than `seconds`, only
+      the first of them is tried.
     where: what is measured, for the line that tells the choice.
     keep: called with the result of `decision` when the choice is made.
     say: prints a line.
@@ -121,7 +122,7 @@ class Search:
     self.measured: dict[Variant, list[float]] = {}
     # Seconds from the start of a variant's compilation until its steps can be timed. For a variant
     # that is compiled side by side with others they begin with the first compilation of all, and
-    # hold the warm-up of all and the first timed steps of the variants before it.
+    # hold warm-up steps of the others and the first timed steps of the variants before it.
     self.prepared: dict[Variant, float] = {}
     # Why a variant is left out: no time or no steps were left for it, the model refuses it, or XLA
     # could not compile it.
@@ -208,10 +209,13 @@ class Search:
     return self._counted(self.best.again(*args))
 
   def compile(self, *args: Any) -> None:
-    """Compiles the first candidate (or the first `together`) for arguments of these shapes.
+    """Compiles the first candidate that the model takes, for arguments of these shapes.
+
+    With `together` it compiles those among the first `together` candidates that the model takes.
 
     Raises:
       ConfigError: the model refuses the run as configured, or every candidate.
+      jax.errors.JaxRuntimeError: XLA cannot compile the first one that the model takes.
     """
     self._given = args
     self._visit = next(self._visits)

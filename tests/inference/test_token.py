@@ -23,6 +23,7 @@ from scmoe.layers.attention import Attention, AttentionConfig, KeyValues
 from scmoe.layers.norm import Norm
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass
+from scmoe.moe.gates import LinearGate
 from scmoe.moe.layer import MoE, MoECall, MoEConfig
 
 VOCAB = 64
@@ -249,3 +250,20 @@ def test_a_gate_that_reads_a_token_under_its_norm(has_kernel, monkeypatch):
   # A mask or noise changes what the gate chooses from; it then reads the normalised token.
   moe.route(row, MoECall(mask=jnp.ones((1, 1), bool)))
   assert len(asked) == 1
+
+
+def test_a_gate_of_ones_own_is_asked_for_its_logits(monkeypatch):
+  """One that is derived from `LinearGate` may compute others than the product that is fused."""
+
+  class Hot(LinearGate):
+    """Twice the logits."""
+
+    def __call__(self, x_TD):
+      return 2 * super().__call__(x_TD)
+
+  taken = []
+  monkeypatch.setattr(token, "gate_under_norm", lambda row, weight, fp32: taken.append(weight))
+  config = MoEConfig(width=8, hidden=8, num_experts=4).router
+  for gate in (LinearGate, Hot):
+    token._gate_under_norm(None, gate(8, 4, config, init_std=0.02, rngs=nnx.Rngs(0)))
+  assert len(taken) == 1

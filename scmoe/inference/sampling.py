@@ -40,7 +40,7 @@ def end_tokens(eos_id: Any) -> frozenset[int]:
     eos_id: None, a token id, or a collection of them.
 
   Raises:
-    ConfigError: it is anything else.
+    ConfigError: it is of another type, or an element is no whole number.
   """
   if eos_id is None:
     return frozenset()

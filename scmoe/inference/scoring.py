@@ -91,7 +91,7 @@ def score(
     for number, continuation in enumerate(continuations)
     for window in windows(_checked(continuation, model.config.vocab_size), length)
   ]
-  # Sorted by length, windows of similar length share a batch, so that rows have little padding.
+  # Sorted by length, windows of similar length share a batch, so that rows have less padding.
   asked.sort(key=lambda item: -len(item[1].tokens))
   graph, params = nnx.split(model)
   program = make_scores(graph, mesh)
@@ -109,7 +109,7 @@ def score(
 
 
 def windows(continuation: Continuation, length: int) -> Iterator[Continuation]:
-  """Splits a continuation into windows; each of its tokens is scored in exactly one of them.
+  """Splits a continuation into windows; each token to be scored is scored in exactly one of them.
 
   Each window scores `length` tokens (the last window scores the rest), after as much context as
   fits into `length` inputs. A window has one token more than inputs, because the model scores its

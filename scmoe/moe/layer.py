@@ -33,7 +33,7 @@ class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
   """Options of a MoE layer: of its experts (`FFNExpertsConfig`, inherited), router and transport.
 
   Attributes:
-    top_k: K, number of experts per token.
+    top_k: K, number of experts that a token chooses, zero experts included.
     zero_experts: number of further experts, with ids from E on, that return their input. They have
       no parameters and receive no rows.
     copy_engines: whether the GPUs' copy engines exchange rows, instead of kernels.
@@ -131,7 +131,7 @@ class RoutedTokens:
 
 
 class MoE(nnx.Module):
-  """Sparse feed-forward layer: each token visits k of E experts (paper Eq. 1-4).
+  """Sparse layer: each token visits a few of the experts (paper Eq. 1-4).
 
   A call of the layer runs its stages in a row. A schedule runs them one at a time, with other work
   between them:
@@ -246,7 +246,7 @@ class MoE(nnx.Module):
     # Where tokens stay in place (`Local`), one loop in the backward pass adds up the gradients that
     # the gate and the K experts give a token. The backward pass of the norm before this layer reads
     # the loop's result and sums it over rows and over columns. If XLA fused the two, the loop would
-    # lose half its speed: the barrier prevents that.
+    # be slower: the barrier prevents that.
     x_TD = barrier(x.reshape(-1, self.config.width), "backward")
     routing, k = self._routing(x_TD, x.shape, chosen, call)
     kept_TD = None

@@ -7,10 +7,10 @@ the full speed of its link. A stack's array [L, ...] is then stored as an `Apart
 stack, so that they load in every placement. If the host computes the update, these arrays lie in
 its ordinary memory (`scmoe.training.kept`) or, where `in_files` marks them, in a file.
 
-Bytes a parameter, with AdamW's float32 moments and without an average: the device keeps 4 instead
-of 12, or, where parameters are stored in halves, 2. Of a routed expert's matrices it keeps nothing
-with `mesh.experts_in=host`, but the expert's biases stay. `mesh.moments_kept` leaves moments and
-lower halves of the last layers on the device, those of experts included.
+With AdamW's float32 moments, no average and `mesh.shard_state=none`, the device keeps 4 bytes a
+parameter instead of 12, or, where parameters are stored in halves, 2. Of a routed expert's matrices
+it keeps nothing with `mesh.experts_in=host`, but the expert's biases stay. `mesh.moments_kept`
+leaves moments and lower halves of the last layers on the device, those of experts included.
 """
 
 from __future__ import annotations

@@ -51,8 +51,9 @@ class Journal:
   def open(self, step: int) -> None:
     """Opens the progress bar and, on process 0, the outputs.
 
-    metrics.jsonl and the router files lose figures of steps after `step`. Process 0 writes a line
-    of kind `start` to metrics.jsonl, and, if `step` is not 0, prints the goodput so far, if known.
+    Lines of metrics.jsonl and router files of steps after `step` are removed (`Metrics`). Process 0
+    writes a line of kind `start` to metrics.jsonl, and, if `step` is not 0, prints the goodput so
+    far, if known.
 
     Args:
       step: optimizer steps that the run has done.
@@ -120,15 +121,15 @@ class Journal:
     self._meter.pause()
 
   def log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:
-    """Prints one line, writes its figures with `Metrics`, and router arrays where they are due.
+    """Prints one line, writes all figures with `Metrics`, and router arrays where they are due.
 
-    Every process warns if its memory grows. Process 0 warns if a router has collapsed
-    (`CollapseAlarm`).
+    Every process warns if its memory has grown (`Vitals.growth`). Process 0 warns if a router has
+    collapsed (`CollapseAlarm`).
 
     Args:
       step: the number of the step.
       values: the step's figures.
-      arrays: statistics of every layer's router.
+      arrays: statistics of every layer's router; {} without routers.
     """
     train, per_step = self._train, self._meter.take()
     values = values | self._means.take() | memory_in_use()

@@ -5,7 +5,7 @@ every piece (zarr). tensorstore writes the pieces, as it does for Orbax. A train
 are written with fsync, as Orbax writes, a conversion's without it: the operating system decides
 when they reach the disk. With fsync, a disk that reads and writes by turns would make a conversion
 as slow as both together (experiments/LOG.md). If power fails before the pieces are on the disk,
-their fingerprints show it when the step is read, and the conversion's source is still there.
+their fingerprints show it when the step is read.
 """
 
 from __future__ import annotations

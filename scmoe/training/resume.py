@@ -1,4 +1,4 @@
-"""Compares a run's configuration and data with those of a checkpoint that it resumes or reads."""
+"""Compares a run's configuration and data with those stored by the run that it resumes or reads."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def check_config(
   """Checks a resumed run's configuration; returns lines `field: stored -> current` of what differs.
 
   Args:
-    stored: nested dict of the checkpoint's configuration.
-    current: nested dict of this run's configuration.
+    stored: nested dict of the stored configuration, or of sections of it.
+    current: the same of this run's configuration.
     allow_change: accept any difference, if the stored arrays fit.
     fits: whether the stored arrays have the names, shapes and types that this run asks for. If not,
       the error does not suggest `checkpoint.allow_config_change`, which would not help.

@@ -1,8 +1,8 @@
 """A server's programs: one makes the caches, one adds a token to slots, one also reads prompts.
 
 The last two have few shapes: rows without work are masked, visit no routed expert and write to no
-page. The last one passes the tokens of slots and prompts through the model together, so that it
-reads the weights once (Sarathi-Serve, arXiv 2403.02310). Only attention is computed for each apart.
+page. The last one passes the tokens of slots and prompts through the layers together, so that it
+reads their weights once (Sarathi-Serve, arXiv 2403.02310); attention is computed for each apart.
 The attention caches are a pool of pages (`scmoe.layers.pages`). On a mesh, every index on the axes
 of tokens (`TOKEN_AXES`) is a *part* with its own slots and its own pool; the numbers in a page
 table count the pages of the row's own part.

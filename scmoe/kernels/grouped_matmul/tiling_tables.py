@@ -98,7 +98,7 @@ PINGPONG_FIRST = (
 # 128 do, with the operands' traffic of tiles of 128 x 256. Of 22 products of eleven models (down
 # and dx in h200-tilings-2026-11-25.json) 15 are 1 to 7 % faster than with the better of these two,
 # and five are 1 to 6 % slower. Pairs of whole row tiles make Phi-3.5's dx, 6400 into 4096, 7 %
-# faster than halves, and that of the other models up to 9 % slower (same file).
+# faster than halves, and that of most other models 1 to 10 % slower (same file).
 PAIRS = (
   (Where(("dx",), gathered=False), _halved(), 0),
   (Where(("rows",), gathered=False, width=(512, math.inf), n=(512, math.inf)), _halved(), 0),

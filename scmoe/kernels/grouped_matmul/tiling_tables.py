@@ -1,4 +1,4 @@
-"""Tables of the tilings that were found fastest: for known products, and for ranges of widths.
+"""Tables of tilings that measurements favour: for known products, and for ranges of widths.
 
 To add a known product, put a line into `TABLE`. To change what other products take, change or add
 a row of `PINGPONG_FIRST`, `PAIRS` or `DOWN_BACKWARD`. All numbers are from H200s; the files that
@@ -83,10 +83,10 @@ def _halved(band: int = 16) -> Tiling:
 
 
 # Products for which ping-pong tiles come before cooperative ones. With few steps, with an
-# activation, and in weights' gradients, the epilogue of a tile weighs more than the traffic of its
-# operands, and ping-pong hides the epilogue. A product that gathers is mostly better off with wide
-# cooperative tiles, since narrow tiles gather each row more often; "rows" with few steps is not.
-# The order does not concern products that have ping-pong tiles only, as "down_backward" has.
+# activation, and in one matrix's gradient, the epilogue of a tile weighs more than the traffic of
+# its operands, and ping-pong hides the epilogue. A product that gathers is mostly better off with
+# wide cooperative tiles, since narrow tiles gather each row more often; "rows" with few steps is
+# not. The order does not concern products that have ping-pong tiles only, as "down_backward" has.
 PINGPONG_FIRST = (
   Where(("activated", "up", "weights"), gathered=False),
   Where(("rows", "dx"), width=(0, 512)),

@@ -112,10 +112,9 @@ PAIRS = (
 
 # Without a gather, bands of 16 are up to 8 % slower than bands of 8, in nine models of eleven by
 # 2 % or more (h200-tilings-2026-11-25.json). A fifth stage, in the room of half of the buffers for
-# pre-activations, makes long products up to 9 % faster. A short product does not hide the longer
-# epilogue as well: at width 1,536 it is 2 % slower (Granite), and at 2,048 3 % faster (OLMoE,
-# DeepSeek-V2-Lite), but the whole layers of these two are no faster (h200-layers-2026-11-26.json;
-# OLMoE's product in h200-all-shapes-2026-11-26.json).
+# pre-activations, makes long products up to 9 % faster. At widths of 1,536 and 2,048 products with
+# it were between 6 % slower and 8 % faster, and whole layers of OLMoE and DeepSeek-V2-Lite were no
+# faster (h200-layers-2026-11-26.json, h200-all-shapes-2026-11-26.json).
 DOWN_BACKWARD = (
   (Where(("down_backward",), gathered=True), Tiling(stages=4, pingpong=True, band=16)),
   (

@@ -243,10 +243,10 @@ class MoE(nnx.Module):
       own = type(self.experts).__call__ is Experts.__call__
       self.config.dispatch.check_gathers(type(self.experts).__name__, own=own)
     chosen: Any = self._gate(call.gate) if gate is None else gate
-    # Where tokens stay in place (`Local`), one loop in the backward pass adds up the gradients that
-    # the gate and the K experts give a token. The backward pass of the norm before this layer reads
-    # the loop's result and sums it over rows and over columns. If XLA fused the two, the loop would
-    # be slower: the barrier prevents that.
+    # Where tokens stay in place (`Local`), one loop in the backward pass can add up the gradients
+    # that the gate and the K experts give a token. The backward pass of the norm before this layer
+    # reads the loop's result and sums it over rows and over columns. If XLA fused the two, the loop
+    # would be slower: the barrier prevents that.
     x_TD = barrier(x.reshape(-1, self.config.width), "backward")
     routing, k = self._routing(x_TD, x.shape, chosen, call)
     kept_TD = None

@@ -3,8 +3,8 @@
 Prompts are padded on the right, and prefill writes keys and values of the padding into the cache
 too. No token of the text attends to them: a new token first overwrites those at its own position.
 Example: after a prompt of 5 tokens, padded to 16, the positions 5 to 15 hold padding. The first new
-token overwrites position 5 and attends to no position after it. Experts have room for every token,
-so no expert drops a row's token because of the other rows of the batch.
+token overwrites position 5 and attends to no position after it. The experts run with `no_drop`: no
+transport of this project drops a row's token because of the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def stream(
       `eos_id` or a number is of another type, `prompts` is not a list or tuple of lists, tuples or
       1-D NumPy arrays of integers, there is no prompt or an empty one, an id is outside the
       vocabulary, `max_new_tokens` is below 1, prompt and new tokens are longer than the model's
-      context, or `offload` does not fit the memory that the experts are in.
+      context, `offload` does not fit the memory that the experts are in, or the model cannot run on
+      `mesh`.
   """
   check_type("model", model, GPT)
   check_type("sampling", sampling, Sampling)
@@ -151,8 +152,9 @@ def stream(
   graph, params = nnx.split(model)
   static = Static(graph, mesh, sampling, offload.checked(model), deterministic)
   chunk = max(1, min(chunk, max_new_tokens - 1))
-  # Every call of the decoding program generates `chunk` tokens, even the last, so that XLA compiles
-  # one program only. The host drops the last call's surplus tokens; the caches have room for them.
+  # Every call of the decoding program generates `chunk` tokens, even the last: another number of
+  # tokens would need another program. The host drops the last call's surplus tokens; the caches
+  # have room for them.
   room, key = padded + 1 + _round_up(max_new_tokens - 1, chunk), jax.random.key(seed)
   in_order = one_by_one(model, static.offload, len(prompts))
   first, rest = make_prefill(static, room), make_decode(static, chunk, in_order)
@@ -223,10 +225,10 @@ _COMPILED: dict[str, Any] = {
   # That can change with the batch's size, and with the memory that the experts are in.
   "xla_allow_excess_precision": False,
   # XLA may have eight asynchronous copies in flight, enough for the up, gate and down matrices of a
-  # layer's experts, each of which takes one copy. With its default limit of two, XLA waits for the
-  # first copy before it starts the third.
+  # layer's experts. With its default limit of two, XLA waits for the first copy before it starts
+  # the third.
   "xla_gpu_experimental_parallel_async_compute_limit": 8,
-  # Decoding a token takes hundreds of small kernels in one CUDA graph. In serial order each kernel
+  # Decoding a token can take hundreds of small kernels in a CUDA graph. In serial order each kernel
   # or copy would wait for the one before it; in this mode it waits only for its operands.
   "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
   # Disables the pass named here, which rewrites a matrix product of one row as a sum of rounded
@@ -339,7 +341,7 @@ def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
   [], is the number of new tokens of each row so far; `token_B` is the last token of each row. It
   returns the new tokens int32 [B, steps], the last token of each row, the caches, and the experts
   that each call of a layer requested, or None without a cache of experts. These are bool [pairs,
-  steps · N, E], with N the number of these calls in a pair for each token; on several devices, each
+  steps · N, E], with N the number of these calls in a pair at each step; on several devices, each
   position on the data and sequence axes has E columns of its own.
 
   Args:

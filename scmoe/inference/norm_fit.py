@@ -1,10 +1,10 @@
 """Fits the norm of a new shortcut, so that experts read nearly what they read before.
 
 A source model and the model that was made from it (`scmoe.pretrained.upcycle`) have the same
-experts, which read different values. Scale and bias (an RMSNorm has no bias) of the norm before the
-new model's experts are fitted by least squares, channel by channel: its output comes as close as
-they can bring it to what the same experts read in the source, in the mean of the squares over all
-tokens.
+experts, which may read different values. Scale and bias (an RMSNorm has no bias) of the norm before
+the new model's experts are fitted by least squares, channel by channel: its output comes as close
+as they can bring it to what the same experts read in the source, in the mean of the squares over
+all tokens but padding.
 
 Both models run pair by pair, on one device, and the new model's pairs read the source's residual
 stream. So nothing that the new model's experts add changes the values that are compared.
@@ -113,7 +113,8 @@ def _fitted_in(pair: BlockPair, config: ModelConfig) -> tuple[Any, str]:
 def _sums(source: GPT, model: GPT, router: Any, batch: Batch) -> dict[str, Array]:
   """Sums over a batch's tokens, [L, D]: z, y, zz, zy and yy; and the number of tokens.
 
-  z is the new norm's output before scale and bias; y is what the source's experts read.
+  Padding does not count. z is the new norm's output before scale and bias; y is what the source's
+  experts read.
   """
   config, mask_BS = source.config, batch.segment_ids > 0
   h_BSD = source.embedded(batch.inputs, batch.positions)

@@ -160,10 +160,13 @@ class LayerExperts(Protocol):
 
 
 class LayerParams(Protocol):
-  """Parameters of a model's block pairs, taken in order; `advance` is called after each pair."""
+  """Parameters of a model's block pairs that are written out one after the other, not scanned.
+
+  `advance` is called after each pair.
+  """
 
   def take(self, pair: int) -> Any:
-    """The parameters of the pair with this index, as the pair's computation reads them."""
+    """The parameters of the pair with this index."""
     ...
 
   def advance(self, pair: int, after: Any) -> Any:
@@ -220,7 +223,7 @@ class OnDevice:
     return ExpertsOnDevice(RecomputedExperts(experts))
 
   def of_pairs(self, params: Sequence[Any], *, prompts: bool) -> LayerParams:
-    """The parameters of the pairs, which need no copy; see `ExpertSource.of_pairs`."""
+    """The parameters of the pairs as they are given; see `ExpertSource.of_pairs`."""
     del prompts
     return ParamsOnDevice(params)
 
@@ -255,7 +258,7 @@ class ExpertsOnDevice:
 
 @dataclasses.dataclass(frozen=True)
 class ParamsOnDevice:
-  """`LayerParams` that are on the device and need no copy.
+  """`LayerParams` that are handed out as they are given; nothing is copied here.
 
   Attributes:
     params: the parameters of every pair, in order.

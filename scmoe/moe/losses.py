@@ -68,13 +68,13 @@ def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
 def computing(sums: RouterSums) -> RouterSums:
   """`RouterSums` in which `choices` and the sums per expert leave out the zero experts.
 
-  `probs_E` and `first_E` are scaled so that each again adds up to the number of tokens (`first_E`
-  stays 0 if every first choice is a zero expert); the sums without an expert dimension, but for
-  `choices`, stay as they are. The losses balance the computing experts with each other; the
-  balancing bias controls the share of zero experts (`update_bias`). Example: 100 tokens, K = 2, and
-  zero experts have 50 of the 200 choices and 0.3 of the probability. Then `choices` becomes 150,
-  the computing experts' probabilities are divided by 0.7, and the numbers of their first choices
-  are scaled up to a sum of 100.
+  `probs_E` and `first_E` are scaled so that each again adds up to the number of tokens (if only
+  zeros are left, they stay 0); the sums without an expert dimension, but for `choices`, stay as
+  they are. The losses balance the computing experts with each other; the balancing bias controls
+  the share of zero experts (`update_bias`). Example: 100 tokens, K = 2, and zero experts have 50 of
+  the 200 choices and 0.3 of the probability. Then `choices` becomes 150, the computing experts'
+  probabilities are divided by 0.7, and the numbers of their first choices are scaled up to a sum of
+  100.
   """
   if not sums.zero_experts:
     return sums

@@ -80,11 +80,11 @@ def remove_cut(cache: Path) -> None:
 
 
 def _whole(file: Path) -> bool:
-  """False if the file ends before its compressed data do, or these are damaged.
+  """False if the file ends before its compressed data do, or decompression finds these damaged.
 
-  jax compresses a program by zstd if the package zstandard is there, else by zlib. True for a file
-  that begins like neither of them, except for zeros alone, which a loss of power leaves. True also
-  for one of zstd where the package is missing.
+  jax compresses a program by zstd or by zlib. True for a file that begins like neither of them,
+  unless its first MiB has no byte but zeros, which a loss of power leaves. True also for one of
+  zstd where the package zstandard is missing.
   """
   with file.open("rb") as source:
     piece = source.read(1 << 20)

@@ -311,8 +311,9 @@ class Supervisor:
     """Looks after the running command: ends it if it cannot go on, or asks it to save and stop.
 
     It asks if this member was told to stop, or if this is the turn's first member, the command has
-    done a step, and the mesh would be larger with waiting members. While nothing was asked and the
-    command can go on, the member compiles ahead (`Ahead`).
+    done a step, and the mesh would be larger with waiting members. Once this member was told to
+    stop, it only waits for the command's end. While nothing was asked and the command can go on,
+    the member compiles ahead (`Ahead`).
 
     Returns:
       the member's exit code if the command has ended and no turn follows; else None.
@@ -438,7 +439,8 @@ def supervise(member: Supervisor) -> int:
     del number, frame
     member.asked = True
 
-  # A terminal sends SIGINT to the children too, which save and end; this process waits for its own.
+  # A terminal sends SIGINT to the children too, which end, saved if they can; this process waits
+  # for its own.
   before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, *hangups())}
   before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
   life = Life(member.folder, member.number)

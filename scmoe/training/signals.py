@@ -80,7 +80,7 @@ class StopRequest:
 
 
 def hangups() -> list[signal.Signals]:
-  """The signal of a terminal that hung up, as [SIGHUP]; [] under nohup, where it is ignored."""
+  """The signal of a terminal that hung up, as [SIGHUP]; [] where it is ignored, as under nohup."""
   return [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
 
 

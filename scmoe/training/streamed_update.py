@@ -1,21 +1,21 @@
 """The update by the device, layer by layer, of moments that lie in the host's memory.
 
-    layer        0         1         2         3
-    arrives   |fetch 0| fetch 1 | fetch 2 | fetch 3 |
-    update            |0|       |1|       |2|       |3|
-    leaves            | store 0 | store 1 | store 2 | store 3 |
+    arrives   |fetch 0|   |fetch 1|   |fetch 2|   |fetch 3|
+    update            | 0 |       | 1 |       | 2 |       | 3 |
+    leaves                |store 0|   |store 1|   |store 2|   |store 3|
 
 A layer's moments, its parameters' lower halves if there are some (`scmoe.training.masters`), and
-with `mesh.experts_in=host` its experts' parameters and gradients, come while those of an earlier
-layer leave; the link carries both directions at once. Barriers say so to XLA: with `ahead` = 1 the
+with `mesh.experts_in=host` its experts' parameters and gradients, come while an earlier layer's new
+arrays leave; the link carries both directions at once. Barriers say so to XLA: with `ahead` = 1 the
 fetch of layer 2 and the store of layer 1 begin when layer 0 is stored and layer 1 updated, so that
 the device holds the moments of at most two layers, beside those that stay on it
 (`mesh.moments_kept`).
 
-The two go array by array: between two barriers stand the fetch of one large array and the store of
-the same array of an earlier layer. Without barriers XLA waits for one copy before it starts the
-next. With one pair of barriers around all copies of a layer, XLA deals them out to a few streams,
-and a copy may wait in its stream behind one of the other direction while its own is idle.
+The two go array by array: between two barriers stand the copies of one large array, the fetch of a
+layer's and the store of an earlier layer's, if the layers have it. Without barriers XLA waits for
+one copy before it starts the next. With one pair of barriers around all copies of a layer, XLA
+deals them out to a few streams, and a copy may wait in its stream behind one of the other direction
+while its own is idle.
 
 No fetch begins before the norm of all gradients is known: no layer can be updated without it, and
 until then the memory belongs to the backward pass. With `ahead` = 0 the fetch of each layer waits
@@ -239,7 +239,7 @@ class _Slot:
 
   Attributes:
     stack: name of its stack, or "".
-    value: an `Apart` or an array. As the update goes on, the new layers replace the old ones in it.
+    value: an `Apart` or an array, in which `keep` replaces old layers by new ones.
     on_host: whether it lies in the host's memory; for an `Apart`, whether some of its layers do.
     shared: whether it belongs to no parameter, e.g. a counter: every layer sees it, and the last
       layer's result is kept.
@@ -265,7 +265,7 @@ class _Slot:
     return self.value.parts[layer.index] if is_apart(self.value) else self.value
 
   def is_away(self, layer: Layer) -> bool:
-    """Whether the layer's array lies in the host's memory, before and after the update."""
+    """Whether the slot's array of this layer lies in the host's memory."""
     return self.on_host and self._is_of(layer) and is_on_host(self._own(layer))
 
   def away(self, layer: Layer) -> Any:

@@ -194,9 +194,9 @@ class Capacity:
     return Dispatched(tuple(rows), tuple(layouts), dropped, one, sent, routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """Sends the experts' outputs back and adds up those of each token's choices, weighted: [T, D].
+    """Sends the experts' outputs back and adds up those of each token's choices: [T, D].
 
-    Dropped choices add 0.
+    Each is first multiplied by its `weight_TK`. Dropped choices add 0.
     """
     check_type("sent", sent, Dispatched)
     back = []

@@ -16,8 +16,9 @@ class Kind:
   Attributes:
     drops: whether an expert has a capacity, beyond which choices are dropped; it has none if
       `dispatch.capacity_factor` is 0, or in a call that must drop nothing.
-    in_rounds: whether devices exchange rows in rounds of fixed size (`dispatch.slack`), so that
-      some rows may need overflow rounds (`dispatch.overflow`).
+    in_rounds: whether all rows that devices exchange travel in rounds of fixed size
+      (`dispatch.slack`), so that some may need overflow rounds (`dispatch.overflow`). False for
+      `capacity`, whose rows travel so only where it drops nothing.
   """
 
   drops: bool
@@ -124,8 +125,8 @@ class DispatchConfig(Options, path="dispatch"):
   def fixed_buffers(self) -> bool:
     """Whether rows are sent once, in buffers of one size, as `capacity` does.
 
-    False with its `capacity_factor` 0, which sends rows as `dropless` does. So do calls that must
-    drop nothing, whatever this says.
+    False with its `capacity_factor` 0, which sends rows as `dropless` does, and for a user's own
+    transport. Calls that must drop nothing may send rows otherwise than this says.
     """
     return self.kind is not None and not self.kind.in_rounds and self.capacity_factor != 0
 

@@ -271,7 +271,7 @@ class ParamsOnDevice:
     return self.params[pair]
 
   def advance(self, pair: int, after: Any) -> Any:
-    """Returns `after`, since no copy has to begin; see `LayerParams.advance`."""
+    """Returns `after`: no copy begins here; see `LayerParams.advance`."""
     del pair
     return after
 

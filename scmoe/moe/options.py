@@ -205,7 +205,8 @@ class RouterConfig(Options, path="router"):
   def looks_ahead(self, microbatches: int) -> bool:
     """Whether a step of so many microbatches begins with a forward pass for their `RouterSums`.
 
-    The gradient of a balancing loss of the whole step needs the sums of all microbatches.
+    For models with experts. The gradient of a balancing loss of the whole step needs the sums of
+    all microbatches.
     """
     has_loss = self.balance != "none" and bool(self.balance_loss)
     return microbatches > 1 and self.balance_over == "step" and has_loss

@@ -1,4 +1,4 @@
-"""Statistics of a trained router's choices over text or images, by gating, domain and class.
+"""Statistics of routers' choices over text or images, by gating, domain and class.
 
 A gating is one use of a gate; some wirings gate twice in a layer. The probe runs the model's own
 modules on one device, pair by pair instead of by a scan, and records what each router chooses and

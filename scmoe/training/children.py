@@ -1,4 +1,4 @@
-"""Commands that a member of an elastic run starts: the training, and a quiet one beside it."""
+"""Starts the training command of a member of an elastic run, and a quiet command beside it."""
 
 from __future__ import annotations
 

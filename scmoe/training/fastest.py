@@ -5,8 +5,7 @@ them was right everywhere (experiments/LOG.md). So candidates are measured, by a
 
   auto   measures before the first step, on GPUs that exchange rows. A cut of the run
          (`Searchable.cut`) may propose a change; whole steps of the run, as configured and with
-         the change, then decide, except in runs with a teacher or adapters. The cut compiles
-         faster than a whole step
+         the change, then decide, except in runs with a teacher or adapters
   tune   measures candidates that the user names: where auto measures, in its search; elsewhere in
          the first steps, each of which trains
 
@@ -135,7 +134,7 @@ class Steps:
     """Makes the step of a variant; that of `Variant()` is the step as configured.
 
     If `without_loops` gives an objective, it is a `RepeatingStep`. Its program with loops is
-    compiled without measured latencies: they are not worth a second compilation for a few steps.
+    compiled without measured latencies.
     """
     overlap, once = self.built.overlap, self.built.without_loops(variant)
     if once is None:

@@ -24,9 +24,8 @@ Index = tuple[slice, ...]
 def lies_on_host(x: Any) -> bool:
   """Whether an array, or a `jax.ShapeDtypeStruct` with sharding, is in pinned memory of the host.
 
-  Unlike `is_on_host` it also takes an array on a single device, such as one shard; but it is False
-  for every traced value. As it looks at `sharding` alone, other objects that have one, such as an
-  `InFile` or a `Kept`, may give True, too.
+  Unlike `is_on_host` it is False for every traced value. As it looks at `sharding` alone, other
+  objects that have one, such as an `InFile` or a `Kept`, may give True, too.
   """
   return getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
 

@@ -175,7 +175,7 @@ def kept(leaf: Any, like: Any, groups: Groups) -> Any:
   """A leaf in the host's memory, or to lie in a file, as `Kept`, or an `Apart` of them.
 
   Arrays with values are copied and deleted; a `Kept` is returned as it is; a leaf of an abstract
-  state becomes zeros, because Adam's moments begin as zeros.
+  state becomes zeros, as moments begin.
 
   Args:
     leaf: of a state.

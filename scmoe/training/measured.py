@@ -1,4 +1,4 @@
-"""The state on which steps are timed: its router spreads tokens evenly, and goes on doing so.
+"""The state on which steps are timed, made so that its routers spread tokens about evenly.
 
 `overlap.schedule=auto` and `scmoe.profile` time steps with fresh parameters and a random batch. The
 routers of deep blocks would then send far more tokens to some experts than to others: a fresh

@@ -1,4 +1,4 @@
-"""Outputs of a run that stay: metrics.jsonl, TensorBoard, trackers, router files.
+"""Writes a run's figures to metrics.jsonl, TensorBoard, trackers and router files.
 
 The record of a run is metrics.jsonl (`MetricsFile`): a line that cannot be written is kept and
 tried again with the next. Any other output that fails may lack figures from then on; the run goes

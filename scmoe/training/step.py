@@ -475,7 +475,7 @@ def _after(
 def _uncounted(new: TrainState, state: TrainState, over: Array) -> TrainState:
   """The state `new` or, if `over`, the same with the counters, loss scale and `recent` of `state`.
 
-  If `over`, the step was not good, so all else in `new` is already as it was before.
+  If `over`, the step was not good, so it changed nothing else.
 
   Args:
     new: the state after the step.

@@ -52,7 +52,7 @@ class Vitals:
   def worked(self, seconds: float) -> None:
     """Records the seconds that this host took to read a step's batch and place it on its devices.
 
-    The rest of a step takes the same time on all hosts, because they wait for each other.
+    Whole steps take the same time on all hosts, because these wait for each other.
     """
     self._own.append(seconds)
 

@@ -5,10 +5,9 @@
 
 A warp copies a row to shared memory. Then, for each of the row's places, at most K, a different
 lane of the warp sends the row there, on whichever device, by a bulk copy of PTX (`cp.async.bulk`).
-NVLink carries the bytes between devices, and no rank waits for a buffer to be packed. Devices wait
-for each other at two points only.
-Before the kernel starts, XLA waits until every device's stream has reached it: by then all results
-are allocated, and no device still reads what their memory held before. At the kernel's end, block b
+No rank waits for a buffer to be packed. Devices wait for each other at two points only. Before the
+kernel starts, XLA waits until every device's stream has reached it: by then all results are
+allocated, and no device still reads what their memory held before. At the kernel's end, block b
 signals to block b of every rank that all rows that it sent have arrived, and waits for a signal
 from block b of every rank. So once all blocks of a device have ended, the device's own result is
 complete.

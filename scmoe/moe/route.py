@@ -40,7 +40,7 @@ def route(
 
   NaN or infinite logits raise no error: the token's experts stay valid indices, and
   `RouterSums.nonfinite` counts the token if it is not masked. For such a token, a NaN logit, or one
-  of +inf under a softmax, makes all probabilities NaN (`probs_TE`). Weights of made choices
+  of +inf under a softmax, makes all probabilities NaN (`probs_TE`). Weights of taken choices
   become NaN too, unless they come from the chosen experts' logits or sigmoids alone
   (`choice_weights`) and the choice passes over the expert with that logit (`Scores.best` and
   `gate_top_k` say which experts are chosen). With sigmoids that are divided by no sum or norm, only

@@ -51,8 +51,8 @@ class TrainState:
   """The arrays that one training step hands to the next; a run's checkpoints omit `teacher`.
 
   A skipped step (its loss or the norm of its gradients is not finite, or it is a spike) changes no
-  bit of `params`, `opt_state`, `router` and `average`. `step` counts it: its batch is not used
-  again, and the learning-rate schedule goes on.
+  bit of `params`, `opt_state`, `router` and `average`. `step` counts it: the next step reads
+  the next batch, and the learning-rate schedule goes on.
 
   Attributes:
     step: int32 [], optimizer steps done, skipped ones included.

@@ -9,7 +9,7 @@ in scmoe.
 | 0    | done                                               |
 | 2    | configuration error                                |
 | 3    | data error                                         |
-| 4    | aborted: the loss or the gradients stay non-finite |
+| 4    | aborted: numbers of the training are not finite    |
 | 5    | no valid checkpoint                                |
 | 6    | storage failure                                    |
 | 7    | an elastic run has used up its restarts            |
@@ -47,7 +47,7 @@ class DataError(ScmoeError):
 
 
 class NonFiniteError(ScmoeError):
-  """Too many optimizer steps in a row were skipped, or one was a spike that ends the run."""
+  """Too many optimizer steps in a row were skipped, one was a spike, or a state is not finite."""
 
   code = 4
 

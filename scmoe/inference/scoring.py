@@ -78,11 +78,13 @@ def score(
     prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
 
   Raises:
-    ConfigError: a continuation is empty or has no context, an id is outside the vocabulary, or
-      `length` is below 1 or larger than the model's context.
+    ConfigError: a continuation is empty or has no context, an id is outside the vocabulary,
+      `length` is below 1 or larger than the model's context, or `batch_size` is below 1.
   """
   if not 1 <= length <= model.config.context:
     raise ConfigError(f"length={length} must be between 1 and model.context={model.config.context}")
+  if batch_size < 1:
+    raise ConfigError(f"batch_size={batch_size} must be at least 1")
   mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
   parts = mesh.size // mesh.shape["tensor"]
   batch_size = -(-batch_size // parts) * parts

@@ -121,4 +121,6 @@ def test_what_cannot_be_asked():
       score(model, [continuation], length=8)
   with pytest.raises(ConfigError, match=r"length=33 must be between 1 and model\.context=32"):
     score(model, [Continuation([1, 2], 1)], length=33)
+  with pytest.raises(ConfigError, match="batch_size=0 must be at least 1"):
+    score(model, [Continuation([1, 2], 1)], length=32, batch_size=0)
   assert score(model, [], length=8) == []

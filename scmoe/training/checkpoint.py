@@ -74,7 +74,8 @@ class Checkpointer:
   With several processes all of them make the same calls, in the same order.
 
   Raises:
-    StorageError: on process 0, if the folder of the steps cannot be written.
+    StorageError: on process 0, if the folder of the steps cannot be made or listed, or a step there
+      that is not whole cannot be removed.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], cfg: CheckpointConfig):
@@ -319,7 +320,7 @@ class Checkpointer:
     """Creates the directory and removes the half-written or half-removed steps of killed runs.
 
     Raises:
-      StorageError: the directory cannot be written.
+      StorageError: it cannot be made or listed, or such a step cannot be removed.
     """
     try:
       self.directory.mkdir(parents=True, exist_ok=True)

@@ -126,7 +126,8 @@ DOWN_BACKWARD = (
 
 # Device kind -> product -> a tiling that beat what was the first candidate then, timed in turns
 # with other tilings. The comment above a line, or above two, gives its time, then that of other
-# tilings. The file that holds both times is named above the first of its lines.
+# tilings or how many times as long they take. The file that holds these figures is named above the
+# first of its lines.
 TABLE: dict[str, dict[Key, Tiling]] = {
   "NVIDIA H200": {
     # -- h200-tilings-2026-11-21.json, fourth machine
@@ -144,7 +145,7 @@ TABLE: dict[str, dict[Key, Tiling]] = {
     # 0.498 ms with this tiling; 0.517 ms with single CTAs of 128 columns
     ("rows", 512, 1536, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="cols"),
     # -- h200-pairs-2026-11-21.json, in the layer
-    # 1.875 ms with this tiling; 2.070 ms with single CTAs
+    # 1.875 ms with this tiling; single CTAs take 1.104 times as long
     ("weights", 1024, 2048, True): Tiling(cols=256, stages=4, band=8, pair="cols"),
     # -- h200-tilings-2026-11-25.json
     # OLMoE: 1.695 ms with this tiling; 1.749 ms with bands of 16

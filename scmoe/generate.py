@@ -258,7 +258,7 @@ def _expected(
     for way in ways:
       arm = name if len(ways) == 1 else f"{name} {benchmark.name_of(way)}"
       needed = needs(model, built.shapes, load, int8=way.int8_experts)
-      found = expected(way.named, model, needed, load, rate, devices=built.mesh.size)
+      found = expected(way.named, model, needed, load, rate)
       figures["arms"][arm]["expected"] = {
         "prefill": found.prefill, "decode": found.decode, "device": found.device
       }  # fmt: skip

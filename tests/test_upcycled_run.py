@@ -14,6 +14,8 @@ from scmoe.base.errors import CheckpointError, ConfigError, DataError, Preempted
 from scmoe.pretrained.stream import leaves_of
 from scmoe.pretrained.upcycle import plan
 from scmoe.run import build, placement
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.fields import with_field
 from scmoe.run.opened import open_run
 from scmoe.run.upcycled import check_fit
 from scmoe.training.metrics import read_metrics
@@ -251,3 +253,12 @@ def test_experts_that_move_read_what_they_read_before(root):
   planned = plan("wiring=scmoe_pos2", model, run.router)
   with pytest.raises(ConfigError, match="--fit has nothing to fit: under wiring='scmoe_pos2'"):
     check_fit(run, planned, 1)
+
+
+def test_a_run_is_compared_with_a_wiring_that_has_no_norm_of_its_own():
+  """With the student's `shortcut_norm` that wiring would be refused."""
+  run = load_config(find_config("upcycle_small"))
+  run = with_field(with_field(run, "model.wiring", "scmoe_pos2"), "model.shortcut_norm", "own")
+  found = build.with_wiring(run, "farskip_routed").resolve(num_devices=1, vocab_size=64)
+  assert found.model.shortcut_norm == "shared"
+  assert build.with_wiring(run, "farskip").model.shortcut_norm == "own"

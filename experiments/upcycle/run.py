@@ -47,9 +47,10 @@ Environment = dict[str, str]  # variables that give a process its part of the GP
 PILOT_SEED = 9  # of the runs that choose the rate; the study has 0, 1 and 2
 
 WIRINGS = ("scmoe_pos2", "farskip")
-ROUTED = "farskip_routed"  # without the shared expert that WIRINGS add to the teacher's experts
+# The last one adds no shared expert to the teacher's experts.
+ALL = (*WIRINGS, "farskip_routed")
 # Under scmoe_pos2 the experts read what they read before: nothing to fit.
-FITTED = ("farskip", ROUTED)
+FITTED = ("farskip", "farskip_routed")
 # Way of learning -> options of section train; `scores` and `hidden` have the teacher.
 WAYS: dict[str, dict[str, str]] = {
   "text": {},
@@ -137,7 +138,7 @@ SCALES["gpu_steps"] = dataclasses.replace(
   rates=("1e-4", "2e-4", "4e-4"),
   student_steps=320,
   ways=("hidden",),
-  wirings=(*WIRINGS, ROUTED),
+  wirings=ALL,
 )
 
 
@@ -355,7 +356,7 @@ class Study:
 
   def times(self) -> None:
     """Step, prefill and decode of teacher and students on the devices here, also as JSON."""
-    wirings = f"--compare={','.join(('topk', *WIRINGS, ROUTED))}"
+    wirings = f"--compare={','.join(('topk', *ALL))}"
     path = self.folder / "start-scmoe_pos2" / "config.json"
     context = json.loads(path.read_text("utf-8"))["model"]["context"]
     given = [f"--config_json={path}", "--config.mesh.data=1", "--config.mesh.expert=2", wirings]
@@ -363,10 +364,14 @@ class Study:
     out = self.path.parent
     out.mkdir(parents=True, exist_ok=True)
     # The trace says how much is hidden; by the clock would be a second program for each wiring.
-    own = [f"--workdir={self.folder / 'profile'}", "--clock=false", f"--json={out / 'step.json'}"]
+    own = [
+      f"--workdir={self.folder / 'profile'}",
+      "--clock=false",
+      f"--json={out / f'{self.scale}-step.json'}",
+    ]
     self.call(["scmoe.profile", *given, *own])
     sizes = ["--batch=8", f"--prompt_tokens={context // 2}", "--max_new_tokens=8", "--rounds=9"]
-    json_file = f"--json={out / 'prefill.json'}"
+    json_file = f"--json={out / f'{self.scale}-prefill.json'}"
     self.call(["scmoe.generate", "--benchmark", *given, *sizes, json_file])
 
 

@@ -105,9 +105,12 @@ def norm_to_fit(config: ModelConfig) -> str:
 
 def _fitted_in(pair: BlockPair, config: ModelConfig) -> tuple[Any, str]:
   """The module of a pair that has the norm of `norm_to_fit`, and the norm's name in it."""
-  unit, name = pair.units[0], norm_to_fit(config).rpartition(".")[-1]
+  owner: Any = pair.units[0]
+  *owners, name = norm_to_fit(config).split(".")
   assert name
-  return unit if name == "own_norm" else unit.blocks[-1], name
+  for part in owners:
+    owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
+  return owner, name
 
 
 def _sums(source: GPT, model: GPT, router: Any, batch: Batch) -> dict[str, Array]:

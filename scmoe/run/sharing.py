@@ -21,6 +21,7 @@ from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.model import derived_overlap
 from scmoe.training.host_arrays import lies_on_host
+from scmoe.training.streamed_update import stack_of
 
 PyTree = Any
 PAIRS_AT_WORK = 3  # arrays as large as a pair's parameters: those of two pairs, and a gradient
@@ -76,7 +77,7 @@ class Sharing:
     if derived_overlap(self.run, gpu=True).writes_out(pairs):
       return 0
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self.shapes)[0]]
-    inside = [leaf for path, leaf in zip(paths, self._leaves) if _of_pairs(path)]
+    inside = [leaf for path, leaf in zip(paths, self._leaves) if stack_of(path) == STACKS[0]]
     return self._bytes_of_shares([(leaf, d) for leaf, d in inside if d != WHOLE])
 
   def _bytes_of_shares(self, leaves: list[tuple[Any, int]]) -> int:
@@ -203,16 +204,12 @@ class Sharing:
 
     def add(path: Any, leaf: Any, read: Any, dimension: int) -> None:
       if dimension != WHOLE:
-        inside = _of_pairs(path)
+        inside = stack_of(path) == STACKS[0]
         wide = jnp.dtype(leaf.dtype).itemsize
         found[inside] += bytes_per_device(leaf) * jnp.dtype(read.dtype).itemsize // wide
 
     jax.tree_util.tree_map_with_path(add, self.shapes, typed, self.shares.dimensions)
     return found[True], found[False]
-
-
-def _of_pairs(path: Any) -> bool:
-  return any(getattr(key, "key", None) == STACKS[0] for key in path)
 
 
 def bytes_per_device(tree: PyTree) -> int:

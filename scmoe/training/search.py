@@ -334,9 +334,10 @@ class Search:
       jobs = {}
       # jax traces each candidate while XLA compiles the ones before it.
       for c in likely:
-        if self._compiled(c, functools.partial(self._compile, c, later=True), c == likely[0]):
+        if self._compiled(c, functools.partial(self._compile, c, later=True), not jobs):
           jobs[c] = pool.submit(self.steps.step(c).finish)
-      likely = [c for c, job in jobs.items() if self._compiled(c, job.result, c == likely[0])]
+      first = next(iter(jobs), None)
+      likely = [c for c, job in jobs.items() if self._compiled(c, job.result, c == first)]
       if first_decides(self._clock() - start > self.seconds):
         self.untried |= dict.fromkeys(likely[1:], "no time left")
         likely = likely[:1]

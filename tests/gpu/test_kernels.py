@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from scmoe.bench import tune
-from scmoe.bench.layer import TOLERANCE_FP8, Shape, check_layer, relative_error
+from scmoe.bench.layer import Shape, check_layer, relative_error
 from scmoe.inference.token import TokenNorm, normalisation_of
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
 from scmoe.kernels.grouped_matmul import (
@@ -167,7 +167,7 @@ def check_ffn(x, dy, weights, layout, activation):
     assert relative_error(a, b) < limit
   if want_weight is None:
     return
-  others = [reference(x, jnp.roll(dy, n, -1), *rest)[2][2] for n in range(8)]
+  others = [reference(x, jnp.roll(dy, n, -1), *rest)[2][2] for n in range(1, 9)]
   size = np.sqrt(np.mean([np.sum(np.square(other)) for other in others]))
   assert np.linalg.norm(got_weight - want_weight) < limit * size
 
@@ -577,7 +577,8 @@ def test_fp8_operands(normal, rows, activation):
   The kernel's sums keep some 14 bits. So of 128 activations one or two, which lie halfway between
   two fp8 numbers, become the other one: that moves the result by 0.01 to 0.018, and no farther from
   the exact network (simulated: at most 0.7 %). An error of another kind adds to that distance: one
-  of 0.013 adds 2 %. Biases, padding, choices of no expert.
+  of 0.013 adds 2 %. A kernel that does not round is much nearer. Biases, padding, choices of no
+  expert.
   """
   experts, width, hidden, k = 8, 512, 384, 2
   gated = get_activation(activation).gated
@@ -596,5 +597,4 @@ def test_fp8_operands(normal, rows, activation):
   exact, rounded = (network64(*given, rounded=rounded) for rounded in (False, True))
   error, least = relative_error(got, exact), relative_error(rounded, exact)
   print("error", error, "with rounded operands at least", least)
-  assert error < 1.02 * least
-  assert least > 4 * TOLERANCE_FP8  # rounded at all
+  assert 0.98 * least < error < 1.02 * least

@@ -149,7 +149,7 @@ def test_no_whole_program_is_removed(tmp_path, capsys):
 
 
 def test_without_zstandard_its_entries_stay(tmp_path, monkeypatch, capsys):
-  """A machine without the package starts; jax there writes and reads zlib's entries alone."""
+  """A machine without the package starts, and an entry that it cannot judge stays."""
   monkeypatch.setitem(sys.modules, "zstandard", None)
   formats = {"zstd": zstandard.ZstdCompressor().compress, "zlib": zlib.compress}
   for name, compress in formats.items():

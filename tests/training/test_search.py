@@ -39,7 +39,7 @@ class FakeStep:
     self.variant, self.clock, self.costs = variant, clock, list(costs)
     self.left, self.compiling, self.fails = profiled + 1, compiling, fails
     self.calls, self.threads = 0, set()
-    self.waiting = None
+    self.waiting, self.refuses = None, lambda: None
 
   compiles_next = repeats = False
   forget = lambda self: None
@@ -49,6 +49,7 @@ class FakeStep:
     return self.left == 0
 
   def compile(self, *args, later=False):
+    self.refuses()
     if later:
       self.waiting = self.compile
       return
@@ -76,16 +77,24 @@ def search(costs, clock=None, **options):
   clock = clock or Clock()
   own = {name: options.pop(name) for name in ("profiled", "compiling") if name in options}
   fails, refused = options.pop("fails", ()), options.pop("refused", ())
+  traced = options.pop("traced", False)  # the model refuses a step as jax traces it
   fakes = {
     n: FakeStep(Variant(chunks=n), clock, c, fails=n in fails, **own) for n, c in costs.items()
   }
   candidates = parse_candidates("chunks=" + ",".join(map(str, costs)))
   lines = []
 
-  def make(variant):
+  def refuse(variant):
     if variant.chunks in refused:
       raise ConfigError(f"dispatch.chunks={variant.chunks} does not fit")
-    return fakes[variant.chunks]
+
+  def make(variant):
+    fake, check = fakes[variant.chunks], lambda: refuse(variant)
+    if traced:
+      fake.refuses = check
+    else:
+      check()
+    return fake
 
   steps = StepVariants(make)
   return Search(steps, candidates, say=lines.append, clock=clock, **options), fakes, lines
@@ -282,9 +291,10 @@ def test_a_candidate_that_does_not_compile_is_left_out():
 
 @pytest.mark.parametrize("refused", [(2,), (1, 4)], ids=["a later one", "the first"])
 @pytest.mark.parametrize("together", [1, 3], ids=["one by one", "side by side"])
-def test_a_candidate_that_the_model_refuses_is_left_out(refused, together):
+@pytest.mark.parametrize("traced", [False, True], ids=["as it is made", "as it is traced"])
+def test_a_candidate_that_the_model_refuses_is_left_out(refused, together, traced):
   costs = {n: [9.0 / n] * 23 for n in (1, 2, 4, 8)}
-  options = {"on_best": together > 1, "together": together}
+  options = {"on_best": together > 1, "together": together, "traced": traced}
   found, fakes, lines = search(costs, refused=refused, **options)
   train(found)
   assert found.chosen == Variant(chunks=8)
@@ -304,6 +314,13 @@ def test_a_run_of_which_the_model_refuses_every_candidate_ends(together):
   with pytest.raises(ConfigError, match="chunks=1 does not fit"):
     found(0, {})
   assert sum("does not fit" in line for line in lines) == 2
+
+
+def test_the_first_candidate_that_is_not_refused_has_to_compile():
+  """Else the refusal of another one would hide that the GPU's memory is too small."""
+  found, _, _ = search({1: [], 2: []}, refused=(1,), fails=(2,), traced=True, together=2)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="no memory"):
+    found(0, {})
 
 
 def test_a_run_that_the_model_refuses_as_configured_ends():

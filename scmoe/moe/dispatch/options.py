@@ -135,11 +135,9 @@ class DispatchConfig(Options, path="dispatch"):
     """Whether a training step that exchanges rows may leave some over, and is then run again.
 
     No step with a user's own transport is repeated; nor is one whose rows without room are to be
-    lost (`ablation.first_round`). With `capacity_factor` 0, `capacity` sends rows as `dropless`
-    does.
+    lost (`ablation.first_round`).
     """
-    kind = self.kind
-    in_rounds = kind is not None and (kind.in_rounds or self.capacity_factor == 0)
+    in_rounds = self.kind is not None and not self.fixed_buffers
     asked = self.overflow == "repeat" and not self.ablation.first_round
     return asked and in_rounds and self.adaptive_r != 0
 

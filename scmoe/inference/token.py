@@ -131,10 +131,10 @@ class TokenAttention(Attention):
     """`Attention.mix`, which can also begin from partial sums of queries, keys and values.
 
     Arguments and results are those of `Attention.mix`, but `projected` may be a
-    `PartialProjections`, beside a cache without pages. XLA adds the partial sums up, and
-    `Attention.mix` computes the rest, if the attention's kernel does not support these partial sums
-    or the cache, if the attention has sinks or chunks (`AttentionConfig.is_masked`), or if the
-    layer has a `kind`.
+    `PartialProjections`, beside a cache without pages. XLA finishes the partial sums
+    (`PartialProjections.finished`), and `Attention.mix` computes the rest, if the attention's
+    kernel does not support these partial sums or the cache, if the attention has sinks or chunks
+    (`AttentionConfig.is_masked`), or if the layer has a `kind`.
     """
     if not isinstance(projected, PartialProjections):
       return super().mix(projected, *args, **options)

@@ -250,7 +250,7 @@ class Counted:
   """Stands for a `RepeatingStep` whose steps all leave rows over."""
 
   compiles_next, settled, repeats, repeated = False, True, True, 0
-  compile = forget = lambda self, *args: None
+  compile = forget = lambda self, *args, **options: None
 
   def __call__(self, state, batch):
     self.repeated += 1

@@ -1,4 +1,4 @@
-"""Where data ranks share the state (`mesh.shard_state`): how it is stored, and the update.
+"""The storage and the update of the state where data ranks share it (`mesh.shard_state`).
 
 A rank updates its shares of the parameters with its shares of the moments and of the gradients.
 With `moments` it then gathers the updated shares. For parameters that are stored in halves

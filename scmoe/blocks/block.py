@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 from flax import nnx
 from jax import Array
@@ -173,6 +173,13 @@ class BlockConfig(Options, path="model"):
   def wiring_rule(self) -> Wiring:
     """The `Wiring` that the option `wiring` names."""
     return WIRINGS[self.wiring]
+
+  def with_wiring(self, name: str) -> Self:
+    """The same options with another wiring, and the norm of its shortcut if it takes no other."""
+    changes = {"wiring": name}
+    if name in WIRINGS and WIRINGS[name].norm_mlp_feeds_experts:
+      changes["shortcut_norm"] = "shared"
+    return dataclasses.replace(self, **changes)
 
   @property
   def depth(self) -> int:

@@ -101,12 +101,12 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
       f"--upcycle: wiring={wiring!r} has no place for the shared expert of the source; use "
       "scmoe_pos1, scmoe_pos2, scmoe_pos3 or farskip"
     )
-  changes: dict[str, Any] = {"wiring": wiring}
+  new, changes = model.with_wiring(wiring), dict[str, Any]()
   if not old.shared_expert:
     changes["mix"] = "direct"
-  if WIRINGS[wiring].norm_mlp_feeds_experts:
-    changes["shortcut_norm"] = "shared"
-  elif WIRINGS[wiring].is_shortcut and (not old.is_shortcut or model.shortcut_norm == "shared"):
+  rule = new.wiring_rule
+  free = rule.is_shortcut and not rule.norm_mlp_feeds_experts  # to have a norm of its own
+  if free and (not old.is_shortcut or model.shortcut_norm == "shared"):
     changes["shortcut_norm"] = "own"
   if from_dense and model.zero_experts:
     raise ConfigError(
@@ -124,8 +124,8 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
     changes["top_k"] = numbers.get("top_k", old.routed_per_gating(model.top_k))
   if not from_dense and not old.shared_expert:
     changes["shared_hidden"] = model.expert_hidden
-  new = dataclasses.replace(model, **changes).resolve()
-  rule, plain = new.wiring_rule, old.taps == (Tap.CURRENT,)
+  new = dataclasses.replace(new, **changes).resolve()
+  plain = old.taps == (Tap.CURRENT,)
   handed = rule.taps == (Tap.ATTENTION,) and is_handed_over(Tap.ATTENTION, new.moe_every)
   # A source's shared expert stays in its layer, so the routed experts beside it stay too. Zero
   # experts return their input, so that a first layer with them would not be silent.

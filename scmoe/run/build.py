@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.timeline import chunk_slots
-from scmoe.blocks.wiring import WIRINGS
 from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
 from scmoe.models.distillation import Distillation
@@ -423,11 +422,8 @@ def build_mesh(run: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def with_wiring(run: RunConfig, name: str) -> RunConfig:
-  """A run, not resolved, with another wiring, and the norm of its shortcut if it takes no other."""
-  changes = {"wiring": name}
-  if name in WIRINGS and WIRINGS[name].norm_mlp_feeds_experts:
-    changes["shortcut_norm"] = "shared"
-  return dataclasses.replace(run, model=dataclasses.replace(run.model, **changes))
+  """A run, not resolved, with another wiring; see `BlockConfig.with_wiring`."""
+  return dataclasses.replace(run, model=run.model.with_wiring(name))
 
 
 def vocab_size(data: DataConfig) -> int:

@@ -41,6 +41,7 @@ def kept_programs(folder: Path) -> Iterator[None]:
     return
   least = getattr(jax.config, _LEAST)
   cache = folder.resolve() / _processor()
+  # `is_first` starts jax's backend, for which a process that is alone need not wait here.
   if not jax.distributed.is_initialized() or is_first():
     remove_cut(cache)
   jax.config.update(CACHE, str(cache))

@@ -17,18 +17,18 @@ def test_a_checkpoint_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
   start = tmp_path / "start-farskip"
   called = []
 
-  def call(command):
+  def call(command, environment):
     called.append(command[0])
     assert not start.exists()  # the conversion refuses a folder with files of another one
     (start / "checkpoints/0").mkdir(parents=True)
     (start / "checkpoints/0/weights").write_text("whole")
 
   monkeypatch.setattr(study, "call", call)
-  monkeypatch.setattr(study, "evaluated", lambda name: 1.0)
+  monkeypatch.setattr(study, "evaluated", lambda name, environment: 1.0)
   (start / "checkpoints/0.orbax-checkpoint-tmp").mkdir(parents=True)
   (start / "config.json").write_text("{}")
-  study.begin("farskip")
-  study.begin("farskip")
+  study.begin("farskip", {})
+  study.begin("farskip", {})
   assert called == ["scmoe.convert"]
 
   def train(workdir, *_):

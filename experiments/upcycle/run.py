@@ -241,8 +241,9 @@ class Study:
       self.result["teacher"] = {"loss": self.evaluated("teacher"), "tokens": tokens}
       self.result["teacher"] |= {"steps": self.sizes.teacher_steps, **card["parameters"]}
       self.write()
-    for wiring in self.sizes.wirings:
-      self.begin(wiring)
+    self.side_by_side(
+      lambda given, wiring=wiring: self.begin(wiring, given) for wiring in self.sizes.wirings
+    )
 
   def students(self) -> None:
     """Trains the pilots and students without a result, seed by seed: a cut leaves comparisons."""
@@ -291,24 +292,27 @@ class Study:
     pilots = self.result["pilots"]
     return min(pilots, key=pilots.get) if pilots else self.sizes.rates[0]
 
-  def begin(self, wiring: str) -> None:
+  def begin(self, wiring: str, environment: Environment) -> None:
     """Makes the start of a wiring, and reads its held-out loss."""
     start = self.folder / f"start-{wiring}"
     if not has_step(start):
       shutil.rmtree(start, ignore_errors=True)  # a cut may leave a part of it
       source = f"--from={self.folder / 'teacher'}"
       fit = [f"--fit={self.sizes.fit}"] if self.sizes.fit and wiring in FITTED else []
-      upcycle = f"--upcycle=wiring={wiring}"
-      self.call(["scmoe.convert", source, f"--workdir={start}", upcycle, *fit])
+      # One device is enough, and all that --fit takes; the teacher may have had more.
+      upcycle = [f"--upcycle=wiring={wiring}", "--mesh=data=1", *fit]
+      self.call(["scmoe.convert", source, f"--workdir={start}", *upcycle], environment)
     if wiring not in self.result["starts"]:
-      self.result["starts"][wiring] = self.evaluated(f"start-{wiring}")
-      self.write()
+      loss = self.evaluated(f"start-{wiring}", environment)
+      with self.lock:
+        self.result["starts"][wiring] = loss
+        self.write()
 
-  def evaluated(self, name: str) -> float:
+  def evaluated(self, name: str, environment: Environment | None = None) -> float:
     """The held-out loss of a run, on the batches on which students are evaluated."""
     figures, batches = self.folder / f"{name}.json", f"--max_batches={self.sizes.eval_batches}"
     workdir = f"--workdir={self.folder / name}"
-    self.call(["scmoe.evaluate", workdir, batches, f"--json={figures}"])
+    self.call(["scmoe.evaluate", workdir, batches, f"--json={figures}"], environment)
     return json.loads(figures.read_text("utf-8"))["loss"]
 
   def pilot(self, rate: str, environment: Environment) -> None:
@@ -348,14 +352,19 @@ class Study:
     fields |= self.sizes.student | {"train.seed": str(seed), "optimizer.learning_rate": rate}
     steps = self.sizes.student_steps
     fields["checkpoint.every"] = str(steps)  # a run is short, and a cut saves
+    fields["mesh.data"] = "-1"  # the devices of this task, not those of the teacher
     begin = [f"--config_json={start / 'config.json'}"]
     self.train(workdir, steps, max(1, steps // 4), begin, fields, environment)
     losses = [[line["step"], line["loss"]] for line in records(workdir, "eval")]
     shutil.rmtree(workdir / "checkpoints")  # eighteen states of the larger model fill a disk
     return losses, last(workdir, "train")["tokens"]
 
-  def times(self) -> None:
-    """Step, prefill and decode of teacher and students on the devices here, also as JSON."""
+  def times(self, what: str) -> None:
+    """Times teacher and students on the devices here, also as JSON.
+
+    Args:
+      what: "step" for a training step, "prefill" for prefill and decode, or "all".
+    """
     wirings = f"--compare={','.join(('topk', *ALL))}"
     path = self.folder / "start-scmoe_pos2" / "config.json"
     context = json.loads(path.read_text("utf-8"))["model"]["context"]
@@ -369,10 +378,12 @@ class Study:
       "--clock=false",
       f"--json={out / f'{self.scale}-step.json'}",
     ]
-    self.call(["scmoe.profile", *given, *own])
+    if what != "prefill":
+      self.call(["scmoe.profile", *given, *own])
     sizes = ["--batch=8", f"--prompt_tokens={context // 2}", "--max_new_tokens=8", "--rounds=9"]
     json_file = f"--json={out / f'{self.scale}-prefill.json'}"
-    self.call(["scmoe.generate", "--benchmark", *given, *sizes, json_file])
+    if what != "step":
+      self.call(["scmoe.generate", "--benchmark", *given, *sizes, json_file])
 
 
 def has_step(workdir: Path) -> bool:
@@ -435,7 +446,13 @@ def main() -> None:
   flags.add_argument("--out", type=Path, default=HERE / "results", help="folder of the results")
   flags.add_argument("--table", action="store_true", help="print the table, train nothing")
   flags.add_argument("--starts", action="store_true", help="teacher and starts, no students")
-  flags.add_argument("--times", action="store_true", help="time the wirings on two devices instead")
+  flags.add_argument(
+    "--times",
+    nargs="?",
+    const="all",
+    choices=("step", "prefill", "all"),
+    help="time the wirings on two devices instead: a training step, prefill, or (default) both",
+  )
   flags.add_argument("rest", nargs="*", help="further flags of the training or of --times")
   given = flags.parse_args()
   folder = (given.workdir or ROOT / "runs" / "upcycle" / given.scale).resolve()
@@ -445,7 +462,7 @@ def main() -> None:
   study = Study(given.scale, folder, given.out.resolve(), deadline, given.jobs, given.rest)
   try:
     if given.times:
-      study.times()
+      study.times(given.times)
     elif not given.table:
       study.prepare()
       if not given.starts:

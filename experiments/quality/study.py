@@ -7,8 +7,8 @@
 
 A GPU trains one run at a time, and all GPUs of the machine train side by side; --jobs=12 on four
 GPUs trains three runs at a time on each. A CPU trains one run after the other. --together trains
-the seeds of a variant in one process, by one compiled program: the runs are the same, and a GPU
-that a small model leaves idle has more of them an hour.
+the seeds of a variant in one process, by one compiled program: the runs are the same, and
+a CPU has more of them an hour.
 
 Runs whose result lies in results/runs/ are not trained again. A run begins only if it can end
 before the limit, as long as the slowest run so far took; what the limit cuts off saves, and goes on
@@ -102,6 +102,7 @@ class Design:
     contrasts: see `Plan.contrasts`.
     seeds: scale -> seeds of every variant, or of each by name.
     configs: scale -> the configuration that variants change; `language` where a scale is missing.
+      The studies beside `table1_3_language` have `small_language` at `gpu`.
     metric: see `Plan.metric`.
   """
 
@@ -169,6 +170,21 @@ def language(scale: str) -> RunConfig:
     optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=8),
     checkpoint=CheckpointConfig(every=0, keep=1),
   )  # fmt: skip
+
+
+def small_language() -> RunConfig:
+  """The language model of `--scale gpu` in the studies beside the first: 38M active parameters.
+
+  8 blocks of width 512 and 26 million tokens: a twelfth of the FLOPs of `language("gpu")`, since
+  eight studies with five seeds of every variant would take fourteen hours of a GPU at that size.
+  """
+  run = language("gpu")
+  return dataclasses.replace(
+    run,
+    model=dataclasses.replace(run.model, num_layers=8, width=512, num_heads=8),
+    train=dataclasses.replace(run.train, steps=400),
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=40),
+  )
 
 
 def _quiet(train: TrainConfig, **changed: int) -> TrainConfig:

@@ -1,8 +1,8 @@
 """Runs that differ only in name and seed, trained side by side by one compiled program.
 
-A small model leaves most of a GPU idle: each of its kernels is too short, or too small, to fill the
-device. The step of S seeds is `jax.vmap` of the step of one, over state, batch and seed, so each
-kernel has S times the work:
+One program is compiled and started for all. Its step of S seeds is `jax.vmap` of the step of one,
+over state, batch and seed, so each kernel has S times the work, which fills a device that a very
+small model leaves idle (experiments/seeds has a model that is slower so):
 
     state [S, ...]  batch [S, A, B, ...]  seed [S]  ->  state [S, ...], scalars [S], arrays [S, ...]
 

@@ -30,7 +30,8 @@ DESIGN = study.Design(
     *study.against("top2_8", "top2_32"),
     *study.against("pos2_8", "pos2_32"),
   ),
-  seeds={"smoke": 2, "cpu": 2, "gpu": 3},
+  configs={"gpu": study.small_language},
+  seeds={"smoke": 2, "cpu": 2, "gpu": 5},
 )
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ DESIGN = study.Design(
     *study.against("every_shared_direct", "every_farskip", margins={"every_farskip": 0.01}),
     *study.against("every_pos1_direct", "every_farskip"),
   ),
-  seeds={"smoke": 2, "cpu": 2, "gpu": 3},
+  configs={"gpu": study.small_language},
+  seeds={"smoke": 2, "cpu": 2, "gpu": 5},
 )
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ DESIGN = study.Design(
     *study.against("scmoe_pos2", "pos2_l0", margins={"pos2_l0": 0.01}),
     *study.against("scmoe_pos1", "pos2_l0"),
   ),
+  configs={"gpu": study.small_language},
   seeds={"smoke": 2, "cpu": 3, "gpu": 5},
 )
 

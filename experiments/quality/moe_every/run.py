@@ -31,7 +31,8 @@ DESIGN = study.Design(
       "every_top2", "every_pos1", "every_pos2", "every_shared", margins={"every_pos1": 0.01}
     ),
   ),
-  seeds={"smoke": 2, "cpu": 2, "gpu": 3},
+  configs={"gpu": study.small_language},
+  seeds={"smoke": 2, "cpu": 2, "gpu": 5},
 )
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ DESIGN = study.Design(
     ),
     *study.against("top2", "pos2_own", "pos2_megatron"),
   ),
+  configs={"gpu": study.small_language},
   seeds={"smoke": 2, "cpu": 3, "gpu": 5},
 )
 

@@ -24,6 +24,7 @@ DESIGN = study.Design(
     *study.against("scmoe_pos2", "scmoe2"),
     *study.against("top2", "top3"),
   ),
+  configs={"gpu": study.small_language},
   seeds={"smoke": 2, "cpu": 3, "gpu": 5},
 )
 

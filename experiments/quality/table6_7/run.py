@@ -51,18 +51,8 @@ DESIGN = study.Design(
     *study.against("scmoe_pos3", "pos3_direct"),
     *study.against("shared_cg1", "shared_direct"),
   ),
-  configs={"cpu": short},
-  seeds={
-    "smoke": 2,
-    "cpu": 2,
-    "gpu": {
-      **dict.fromkeys(("top2", "dgmoe", "scmoe_pos2"), 5),
-      **dict.fromkeys(
-        ("dgmoe_share", "dgmoe_repeat", "top1", "scmoe_pos1", "pos1_direct", "pos2_direct"), 3
-      ),
-      **dict.fromkeys(("scmoe_pos3", "pos3_direct", "shared_cg1", "shared_direct"), 3),
-    },
-  },
+  configs={"cpu": short, "gpu": study.small_language},
+  seeds={"smoke": 2, "cpu": 2, "gpu": 5},
 )
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ DESIGN = study.Design(
     *study.against("scmoe_pos2", "pos2_zero", "pos2_bias"),
     *study.against("scmoe2", "pos2_zero"),
   ),
-  seeds={"smoke": 2, "cpu": 3, "gpu": 3},
+  configs={"gpu": study.small_language},
+  seeds={"smoke": 2, "cpu": 3, "gpu": 5},
 )
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from scmoe.run.command_line import (
   HELP,
   TRAIN_FLAGS,
   Flag,
+  as_typed,
   at_least,
   compared,
   help_text,
@@ -109,7 +110,7 @@ def main(argv: list[str]) -> None:
   if fits:
     values["max_new_tokens"] = USUAL
   if values["benchmark"]:
-    return print(_benchmark(values, given))
+    return print(_benchmark(values, given, argv))
   if given:
     raise ConfigError(f"--config.{given[0][0]} needs --benchmark; a run has its own configuration")
   one_model(values)
@@ -220,7 +221,7 @@ def _recorded(pieces: Iterator[list[Piece]], texts: list[str]) -> Iterator[list[
     yield piece
 
 
-def _benchmark(values: dict[str, Any], given: list[tuple[str, str]]) -> str:
+def _benchmark(values: dict[str, Any], given: list[tuple[str, str]], argv: list[str]) -> str:
   """Runs `--benchmark`; returns its table and writes --json."""
   run = run_config(values, given)
   names = compared(values["compare"], run)
@@ -235,7 +236,7 @@ def _benchmark(values: dict[str, Any], given: list[tuple[str, str]]) -> str:
   if values["ways"]:
     text += "\n" + _expected(run, names, ways, load, figures)
   if values["json"]:
-    write_json(Path(values["json"]), figures)
+    write_json(Path(values["json"]), figures | {"command": as_typed("scmoe.generate", argv)})
   return text
 
 

@@ -55,6 +55,7 @@ from scmoe.run import build
 from scmoe.run.command_line import (
   TRAIN_FLAGS,
   Flag,
+  as_typed,
   at_least,
   compared,
   help_text,
@@ -108,7 +109,7 @@ def main(argv: list[str]) -> None:
     report = profile(run, names, workdir, modelled_on=values["machine"], **options)
   print(report.text)
   if out is not None:
-    write_json(out, report.figures)
+    write_json(out, report.figures | {"command": as_typed("scmoe.profile", argv)})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -20,6 +21,7 @@ import scmoe
 from scmoe import evaluate, generate, inspect, train
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.reports.analyses import read_analyses
+from scmoe.run import command_line
 from scmoe.run.command_line import TRAIN_FLAGS, Flag, parse
 from scmoe.run.config import RunConfig, from_json
 from scmoe.run.fields import fields, with_field
@@ -434,7 +436,10 @@ def test_prefill_and_decode_of_two_wirings(here, capsys, quick_compiler):
   assert code == 0, err
   assert "prefill ms" in out
   assert "not GPU times" in out
-  arms = json.loads(Path("b.json").read_text())["arms"]
+  figures = json.loads(Path("b.json").read_text())
+  assert figures["command"].endswith(shlex.join(["-m", "scmoe.generate", *own, *load]))
+  assert len(figures["date"]) == len("2026-11-28")
+  arms = figures["arms"]
   assert set(arms) == {"top2", "scmoe_pos2"}
   for parts in arms.values():
     assert parts["prefill"]["tokens_per_s"] == pytest.approx(
@@ -467,3 +472,14 @@ def test_default_run_is_the_quickstart(here, capsys, monkeypatch):
   train.main(["--smoke", "--workdir=a"])
   assert seen["workdir"] == Path("a")
   assert with_field(RunConfig(), "name", "b").name == "b"
+
+
+def test_a_command_is_written_as_a_shell_takes_it(monkeypatch):
+  for name in os.environ:
+    if name.startswith("NCCL_") or name in command_line._DECIDING:
+      monkeypatch.delenv(name)
+  monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+  monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_b=2")
+  assert command_line.as_typed("scmoe.profile", ["--config", "a b"]) == (
+    "NCCL_P2P_DISABLE=1 XLA_FLAGS='--xla_a=1 --xla_b=2' python -m scmoe.profile --config 'a b'"
+  )

@@ -146,8 +146,8 @@ def walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: Heard) ->
       for block in unit.blocks:
         for name in ("norm_attention", "norm_mlp"):
           norm, key = getattr(block, name), (id(block), name)
-          # `setdefault` keeps the first call: experts or a mix may have the norm applied again, to
-          # the same value.
+          # `setdefault` keeps the first call: for the experts, or for the coefficients of
+          # `blocks.mix.Mix`, the pair may apply the norm again, to the same value.
           hear = lambda out, x, key=key, seen=seen: seen.setdefault(key, (x, out))
           object.__setattr__(block, name, Listener(norm, hear))
     bias = router.get("bias")

@@ -60,7 +60,7 @@ class ExpertRows:
         included; None: no bias.
 
     Raises:
-      ValueError: shapes disagree.
+      ValueError: the shapes of rows, matrices and biases disagree.
     """
     sizes_E = self.groups.tiles_G * self.groups.tile
     weight_EMN = weight_EMN.astype(rows_RM.dtype)

@@ -28,8 +28,9 @@ GATES: dict[str, Any] = {
 class CompatConfig(Options, path="router.compat"):
   """Routing options that few runs need; all but token rounding come from Tutel or MegaBlocks.
 
-  The options of these two systems serve to compare with them, or to train on a model that was
-  trained in one of them.
+  The options of these two systems serve to compare with them, or to go on training a model that
+  was trained in one of them. Two of them also describe released models: Llama-4 has
+  `weights=before`, and families that normalise the weight of a single expert have `weight_norm=1`.
   """
 
   order: str = option(

@@ -199,8 +199,8 @@ class Run:
     self.evaluated_step = -1
     self.began_at = 0  # the step that this start began with
     self.tracing = False
-    # Whether `skipped_in_row` was above 0 in the last results that the host has read, or before the
-    # first ones in the state with which this start began.
+    # Whether `skipped_in_row` was above 0 in the last results that the host has read. Until it has
+    # read any: in the state with which this start began.
     self.skipping = False
     self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
     self.journal = Journal(built, workdir, self.tokens_per_step, label)
@@ -411,7 +411,9 @@ class Run:
     batch = jax.tree.map(put, self.next_batch())
     self.journal.host_worked(time.perf_counter() - began)
     self.settle()
-    final = not self.step_fn.repeats  # asked before the step: a `Search` may end with it
+    # Asked before the step: during it a search (`search.Search`) may choose a program that repeats
+    # steps, and this step was not one of that program's.
+    final = not self.step_fn.repeats
     self.state, scalars, arrays = self.step_fn.begin(self.state, batch)
     self.stepped(Reported(scalars, arrays), None if final else batch)
 

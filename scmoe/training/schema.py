@@ -202,9 +202,10 @@ def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_schema_2(values: dict[str, Any]) -> dict[str, Any]:
-  """A stored configuration with the first names and values of schema 2.
+  """A stored configuration with the names and values that schema 2 had at first.
 
-  `with_present_names` makes today's names of them, which the module's table has.
+  Some of these names have changed since; `with_present_names` replaces them. The table in the
+  module's docstring has today's names.
   """
   values = copy.deepcopy(values)
   group = lambda name: part if isinstance(part := values.get(name), dict) else {}

@@ -235,7 +235,7 @@ def _filled(like: PyTree, own: list[Any]) -> PyTree:
 
 @dataclasses.dataclass
 class _Slot:
-  """One array of the state, whose layers change one after the other, or of the gradients.
+  """One array of the state or of the gradients. `keep` changes the state's, a layer at a time.
 
   Attributes:
     stack: name of its stack, or "".

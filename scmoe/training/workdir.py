@@ -24,7 +24,7 @@ TOUCH_SECONDS = 30
 # A lock of another host counts as left behind if it was not touched for this time.
 FOREIGN_STALE_SECONDS = 300
 _PROBE_BYTES = 4096
-_BUSY = (errno.EAGAIN, errno.EACCES)  # errors of flock if another process holds the lock
+_BUSY = (errno.EAGAIN, errno.EACCES)  # errors of flock if somebody else holds the lock
 _LARGEST_PID = 2**31 - 1
 
 # Open descriptors of all locks that this process holds or tries to take.

@@ -34,7 +34,10 @@ class Workload:
 
   @property
   def read(self) -> int:
-    """The most tokens of a device in a pass that reads prompts; no fewer if devices divide them."""
+    """The most tokens that one device reads in a pass over prompts.
+
+    They are those of all rows: devices that divide the rows are not taken into account.
+    """
     whole = self.rows * self.prompt
     return min(self.piece, whole) if self.piece else whole
 

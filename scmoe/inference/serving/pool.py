@@ -10,17 +10,17 @@ FREE_SHARE = 0.9
 
 
 def copied(most: int, layers: int) -> int:
-  """Estimates the tokens or bytes that a step copies at once if no kernel reads pages in place.
+  """Estimates the bytes that a step copies at once if no kernel reads pages in place.
 
   A layer's attention copies the pages of that layer (`scmoe.layers.pages.read`); the copies of the
   next layer may exist at the same time.
 
   Args:
-    most: tokens or bytes of the pages that all slots can have, in all layers.
+    most: bytes of the pages that the slots of one device can have, in all layers.
     layers: number of layers.
 
   Returns:
-    Tokens or bytes, as `most`.
+    Bytes.
   """
   return 2 * most // layers
 

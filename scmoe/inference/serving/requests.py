@@ -238,7 +238,7 @@ class Ending:
     return text[:cut] if cut >= 0 else text
 
   def _found(self, text: str) -> int:
-    """The index in `text` at which the first stop text begins; -1 if it holds none."""
+    """The smallest index in `text` at which a stop text begins; -1 if it holds none."""
     return min((at for at in map(text.find, self._texts) if at >= 0), default=-1)
 
 

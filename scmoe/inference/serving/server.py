@@ -412,14 +412,13 @@ class Server:
   def _next_pieces(self) -> tuple[int, _Pieces]:
     """The number of rows for pieces of prompts on each part, and the pieces that this turn reads.
 
-    The number is 0 if there are no pieces.
-    The pieces of a turn have one width, the most tokens that each has, and a prompt can have
-    several pieces. The turn takes the width at which it reads the most tokens, or the largest of
-    several such widths, since each piece reads all keys before it. With 256 `prefill_tokens` the
-    widths are 64 and 256, so that a part reads 256 / 64 = 4 pieces or one. If 40 tokens of the
-    oldest prompt are left and 150 of the next, 4 pieces of 40, 64, 64 and 22 tokens read more than
-    one of 40. If 300 are left of the oldest, both widths read 256 tokens, and one piece of 256 is
-    read.
+    The number is 0 if there are no pieces. The pieces of a turn have one width, the most tokens
+    that each has, and a prompt can have several pieces. The turn takes the width at which it reads
+    the most tokens, or the largest of several such widths, since each piece reads all keys before
+    it. With 256 `prefill_tokens`, and a context of at least as many, the widths are 64 and 256, so
+    that a part reads 256 / 64 = 4 pieces or one. If 40 tokens of the oldest prompt are left and 150
+    of the next, 4 pieces of 40, 64, 64 and 22 tokens read more than one of 40. If 300 are left of
+    the oldest, both widths read 256 tokens, and one piece of 256 is read.
     """
     most = self._pieces[-1]
     of_width = lambda width: [part.pieces(width, most // width) for part in self._parts]

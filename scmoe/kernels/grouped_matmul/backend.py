@@ -82,7 +82,7 @@ def resolve_backend(backend: str, dtype, *widths: int) -> str:
 
 
 def implementation(backend: str) -> ModuleType:
-  """The module of a backend: its functions on tiles.
+  """Imports the module of a backend, which has the functions that `MODULES` lists.
 
   Args:
     backend: a word of `MODULES`.

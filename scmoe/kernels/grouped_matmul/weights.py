@@ -65,8 +65,8 @@ class Execution:
   Attributes:
     activation: the activation between the layers.
     precision: of float32 operands, as in `jax.lax.dot_general`.
-    num_sms: CTAs that a grouped product's kernel launches (`pipeline.launch`), or multiprocessors
-      among which a single row's products are divided; None: one for each multiprocessor, or all.
+    num_sms: CTAs that a grouped product's kernel launches (`pipeline.launch`); None: one for each
+      multiprocessor. For a single row: multiprocessors that share its products; None: all.
     interpretation: the simulation of kernels in use, or None (`launch.interpretation`).
     fp8: whether a forward pass rounds its products' operands to fp8 (`fp8.py`).
   """

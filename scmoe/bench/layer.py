@@ -58,9 +58,10 @@ from scmoe.kernels.grouped_matmul.layout import make_layout, pad_rows
 from scmoe.moe.experts import FFNExperts
 from scmoe.profiling.timer import alone, calls_in, interleave, repeated
 
-# For fp8 by the kernels against fp8 by XLA: sums in another order can round an activation to the
-# next fp8 number, 6 to 12 % away. Against a layer without fp8 the difference is 0.06.
-TOLERANCE_FP8 = 1.5e-2
+# For fp8 by the kernels: their distance from the network without fp8, beside that of fp8 by XLA.
+# Sums in another order round an activation to the next fp8 number now and then, which moves the
+# result by up to 0.018, but no farther from the exact one. Without rounding the distance is near 0.
+TOLERANCE_FP8 = 2e-2
 _SAMPLE_SECONDS = 0.04  # so many seconds of calls are timed together, which hides the host's work
 
 
@@ -348,9 +349,13 @@ def bench_fp8(shape: Shape, seed: int, rounds: int) -> dict[str, Any]:
 
     return jax.jit(run)
 
-  error = relative_error(forward("auto", True)(*given), forward("xla", True)(*given))
-  if not error <= TOLERANCE_FP8:
-    raise ValueError(f"{s.name} fp8: error {error} exceeds {TOLERANCE_FP8}: not timed")
+  exact = forward("xla", False)(*given)
+  error = relative_error(forward("auto", True)(*given), exact)
+  of_xla = relative_error(forward("xla", True)(*given), exact)
+  if not abs(error / of_xla - 1) <= TOLERANCE_FP8:
+    raise ValueError(
+      f"{s.name} fp8: {error} from the network without fp8, and {of_xla} by XLA: not timed"
+    )
   rows = jax.jit(fp8.quantised_rows)
 
   @jax.jit
@@ -369,8 +374,9 @@ def bench_fp8(shape: Shape, seed: int, rounds: int) -> dict[str, Any]:
     rounds,
   )
   cells = (f"{name} {ms:.3f} ms" for name, ms in times.items())
-  print(f"{s.name:16s} {' | '.join(cells)} | error {error:.1e}", flush=True)
-  return {"shape": dataclasses.asdict(s), "name": s.name, "error": error, "ms": times}
+  print(f"{s.name:16s} {' | '.join(cells)} | error {error:.4f}, by XLA {of_xla:.4f}", flush=True)
+  errors = {"error": error, "error_by_xla": of_xla}
+  return {"shape": dataclasses.asdict(s), "name": s.name, **errors, "ms": times}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

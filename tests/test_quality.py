@@ -213,3 +213,27 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
   assert not late.may_begin(run)
   assert "not begun, 150 s are left and a run takes 200 s" in capsys.readouterr().out
   assert make(305, 9000).may_begin(run)  # ends within no call: it is cut, and goes on
+
+
+def test_all_studies_in_one_call(fake, monkeypatch, capsys):
+  """A run that two studies share is trained once, and the limit is that of the whole call."""
+  monkeypatch.setattr(sweep, "visible_gpus", list)
+  monkeypatch.chdir(fake)
+  whole = load(".")
+  assert sorted(whole.STUDIES) == sorted(set(STUDIES) - {"table5_vision"})
+  words = ["--scale=smoke", f"--out={fake / 'out'}"]
+  whole.main([*words, "--studies=table4,first_pair"])
+  begun = [
+    f"{path.parent.parent.name} {line.split()[0]}"
+    for path in fake.glob("runs/quality/*/smoke/starts")
+    for line in path.read_text().splitlines()
+  ]
+  assert begun.count("table4 scmoe_pos2_seed-0") == 1
+  assert not [line for line in begun if line.startswith("first_pair scmoe_pos2_seed")]
+  assert "first_pair scmoe_pos1_seed-1" in begun
+  whole.main([*words, "--studies=norms", "--limit_seconds=0.001"])
+  assert "norms: not begun, the time of the call is over" in capsys.readouterr().out
+  with pytest.raises(ConfigError, match=r"--studies='table9' is no study; one of: first_pair"):
+    whole.main([*words, "--studies=table9"])
+  with pytest.raises(ConfigError, match="--workdir"):
+    whole.main([*words, "--workdir=x"])

@@ -25,7 +25,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +215,13 @@ def main(design: Design) -> None:
   run_main(command)
 
 
-def call(design: Design, argv: list[str]) -> Study:
+def call(design: Design, argv: list[str], beside: Sequence[Path] = ()) -> Study:
   """Trains what is missing and prints the table.
+
+  Args:
+    design: of the study.
+    argv: the command's arguments.
+    beside: folders with results of other studies, in addition to those of this repository.
 
   Raises:
     ConfigError: a flag, a field or a variant cannot be used, or the plan is registered otherwise.
@@ -231,7 +236,7 @@ def call(design: Design, argv: list[str]) -> Study:
   # Nothing that a smoke run finds belongs among the results.
   out = Path(values["out"] or (workdir / "results" if scale == "smoke" else results))
   plan = registered(design, scale, given, [out, results])
-  folders = [*runs_of_all(design.folder.parent), out / "runs"]
+  folders = [*runs_of_all(design.folder.parent), *beside, out / "runs"]
   known = read_results(dict.fromkeys(folders), scale)
   wanted = _variants(plan, values["only"])
   study = collected(plan, known)

@@ -1,4 +1,4 @@
-"""What `python -m scmoe.bench.layer --fp8` times, it has compared with the network without fp8."""
+"""`python -m scmoe.bench.layer --fp8` times no kernel that computes something else."""
 
 import pytest
 

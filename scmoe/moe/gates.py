@@ -96,7 +96,8 @@ def cosine_logits(
 
 
 def _unit(a: Array, axis: int) -> Array:
-  # In float16 the floor would be 0, and squares below 3e-8 or above 65,504 become 0 or infinite.
+  # The squares are summed in float32 at least: those of float16 below 3e-8 would be 0, and above
+  # 65,504 infinite. The floor is at least the smallest normal number of a's own type.
   dtype, floor = a.dtype, max(COSINE_EPS, float(jnp.finfo(a.dtype).tiny))
   a = a.astype(compute_dtype(a, True))
   square = jnp.square(a).sum(axis, keepdims=True)

@@ -50,7 +50,8 @@ def is_sent(leaf: Any) -> bool:
 def reduce_gradients(grads: PyTree, specs: PyTree, dtype: str = "float32") -> PyTree:
   """Sums gradients over the devices that hold the same parameter and have other tokens.
 
-  The sums are made after the whole backward pass.
+  The sums are made after the whole backward pass. It is for training steps of your own: those of
+  this package sum each layer's gradients as they are made (`models/gradient_sums.py`).
 
   Args:
     grads: the gradients from this device's tokens, for its shares of the parameters, in any dtype.

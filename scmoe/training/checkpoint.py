@@ -122,7 +122,7 @@ class Checkpointer:
     try:
       self._clear_destination(step)
       self._writer.save(self.directory / str(step), args=_items(leaves, data, meta))
-    except Exception as error:  # orbax passes on any exception of the file system or tensorstore
+    except Exception as error:  # orbax raises any exception of the file system or tensorstore
       self._failed(step, error)
       return False
     self._pending = step

@@ -109,7 +109,7 @@ def layers_of(tree: PyTree) -> list[Layer]:
 
 
 def count_of(stack: str, leaf: Any) -> int:
-  """Number of layers of an array or `Apart` of this stack; 1 beside the stacks."""
+  """Number of layers of an array or `Apart` of this stack; 1 for what belongs to no stack."""
   return len(leaf.parts) if is_apart(leaf) else leaf.shape[0] if stack else 1
 
 

@@ -276,7 +276,10 @@ class _Program:
     )
 
   def clear_row(self, row: str, *, only_if: str = "") -> str:
-    """Marks a row that no choice fills, if `only_if`, where given, holds: -1 as copy and token."""
+    """Writes -1 as copy and token of a row that no choice fills.
+
+    With a predicate, `only_if`, it writes only where that holds.
+    """
     return ptx.lines(_store(out, row, "nobody", only_if=only_if) for out in (_COPY, _TOKEN))
 
   def find_group_of_tile(self) -> str:

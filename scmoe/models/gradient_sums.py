@@ -16,7 +16,7 @@ follows with 22, layer 1 with 11. If device 1 has the same numbers, both end wit
 Why so:
 - One sum over devices per step instead of one per microbatch: half the traffic here, a sixteenth
   with 16 microbatches. (Parameters that data ranks share are the exception: a rank has no room for
-  a total of them all, so each microbatch's gradients are scattered at once; `_into_shares`.)
+  a total of them all, so each group's gradients are scattered at once; `_into_shares`.)
 - The sums start inside the backward pass, layer by layer: while a layer's sum travels, the devices
   compute the gradients of the layers that are still to come. Only the sum of layer 1, the last one,
   has no computation beside it (SE-MoE's fused slices, arXiv 2205.10034).
@@ -356,7 +356,7 @@ def for_last_group(totals: PyTree, specs: PyTree, dtype: str, *, empty: bool) ->
 def _into_shares(totals: PyTree, params: PyTree, shares: StateShares) -> PyTree:
   """Prepares the last group's totals of gradients of which a data rank gets only its share.
 
-  If ranks share the parameter too, the total is a share from the beginning: each microbatch's
+  If ranks share the parameter too, the total is a share from the beginning: each group's
   gradient is scattered before it is added. If they share only its moments, the last group's
   backward pass scatters the total (`GradientTotal.into`). Other totals stay as they are.
   """

@@ -38,5 +38,6 @@ def compile_only(built: Trainable, workdir: str | os.PathLike[str]) -> None:
     step = fastest_step(built, abstract, folder, measures=False)
     step.compile(abstract, abstract_batch(built))
     stored = flatten(abstract.for_checkpoint()).values()
-    # Arrays for files lie in the host's memory when they are checked: the host does that itself.
+    # Arrays for files lie in the host's memory when they are checked. The host checks them itself,
+    # so no program of the device is compiled for them.
     compile_survey([x for x in stored if not is_in_file(x)])

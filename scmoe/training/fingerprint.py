@@ -66,7 +66,7 @@ def compile_survey(leaves: list[Any]) -> None:
 
 
 def _on_device(x: Any) -> Any:
-  """The `jax.ShapeDtypeStruct` of an array as `to_device` returns it."""
+  """The same `jax.ShapeDtypeStruct`, in the memory in which `to_device` returns the array."""
   if not lies_on_host(x):
     return x
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("device"))

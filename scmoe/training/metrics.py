@@ -146,8 +146,8 @@ def metrics_by_kind(
 
   Args:
     workdir: of the run.
-    warns: whether to print a warning if broken lines are left out. A last line that begins with a
-      brace but has no end is none of them, because a run may be writing it.
+    warns: whether to print a warning if broken lines are left out. It does not count a last line
+      that begins with a brace and has no end: a run may be writing it.
 
   Raises:
     FileNotFoundError: there is no such file.

@@ -164,7 +164,8 @@ class Objective(Losses, Protocol):
     """(scalars, per-layer arrays) of a step, from the `aux` of `losses`, summed over microbatches.
 
     The console shows `drop` (share of choices dropped) and `imbalance` if these scalars include
-    them; a `loss` among them takes the place of the differentiated one there.
+    them. A `loss` among them is the step's `loss` in all outputs; the differentiated one stays as
+    `objective`.
     """
     ...
 

@@ -58,7 +58,7 @@ class PartialLogits(NamedTuple):
   sums_PE: Array
 
   def top_k(self, k: int) -> GateOutput:
-    """The token's logits, its k experts with the largest, and these experts' softmax probabilities.
+    """The token's logits, the k experts with the largest ones, and these experts' probabilities.
 
     Where a gradient is asked for, XLA computes the result and the gradient.
     """

@@ -55,7 +55,6 @@ from scmoe.run import build
 from scmoe.run.command_line import (
   TRAIN_FLAGS,
   Flag,
-  as_typed,
   at_least,
   compared,
   help_text,
@@ -69,6 +68,7 @@ from scmoe.run.controls import exchanges_alone, without_exchanges
 from scmoe.run.modelled import modelled_times
 from scmoe.run.names import check_workdir
 from scmoe.run.start import set_up_jax
+from scmoe.training.card import origin
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.fastest import Steps, fastest_step
 from scmoe.training.guided import GuidedStep
@@ -95,6 +95,7 @@ def main(argv: list[str]) -> None:
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
+  said = origin("scmoe.profile", argv)
   simulate(values["simulate"])
   at_least(values, 1, "rounds", "calls")
   machine(values["machine"])
@@ -109,7 +110,7 @@ def main(argv: list[str]) -> None:
     report = profile(run, names, workdir, modelled_on=values["machine"], **options)
   print(report.text)
   if out is not None:
-    write_json(out, report.figures | {"command": as_typed("scmoe.profile", argv)})
+    write_json(out, report.figures | said)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +176,7 @@ def profile(
   lines = [f"training step of {run.name}, {device}, {time.strftime('%Y-%m-%d')}"]
   if not gpu:
     lines.append(NO_GPU)
-  figures: dict[str, Any] = {"device": device, "gpu": gpu, "date": time.strftime("%Y-%m-%d")}
+  figures: dict[str, Any] = {"device": device, "gpu": gpu}
   base, figures["arms"] = timings[names[0]], {}
   pictures: dict[str, dict[str, dict[str, list[Bar]]]] = {}  # kind of bar -> arm -> stream -> bars
   for name, arm in arms.items():

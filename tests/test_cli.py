@@ -21,11 +21,11 @@ import scmoe
 from scmoe import evaluate, generate, inspect, train
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.reports.analyses import read_analyses
-from scmoe.run import command_line
 from scmoe.run.command_line import TRAIN_FLAGS, Flag, parse
 from scmoe.run.config import RunConfig, from_json
 from scmoe.run.fields import fields, with_field
 from scmoe.run.suggestions import OTHER_NAMES
+from scmoe.training.card import origin
 from scmoe.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -437,7 +437,7 @@ def test_prefill_and_decode_of_two_wirings(here, capsys, quick_compiler):
   assert "prefill ms" in out
   assert "not GPU times" in out
   figures = json.loads(Path("b.json").read_text())
-  assert figures["command"].endswith(shlex.join(["-m", "scmoe.generate", *own, *load]))
+  assert figures["command"] == shlex.join(["python", "-m", "scmoe.generate", *own, *load])
   assert len(figures["date"]) == len("2026-11-28")
   arms = figures["arms"]
   assert set(arms) == {"top2", "scmoe_pos2"}
@@ -474,12 +474,11 @@ def test_default_run_is_the_quickstart(here, capsys, monkeypatch):
   assert with_field(RunConfig(), "name", "b").name == "b"
 
 
-def test_a_command_is_written_as_a_shell_takes_it(monkeypatch):
-  for name in os.environ:
-    if name.startswith("NCCL_") or name in command_line._DECIDING:
-      monkeypatch.delenv(name)
+def test_figures_say_where_they_are_from(monkeypatch):
   monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-  monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_b=2")
-  assert command_line.as_typed("scmoe.profile", ["--config", "a b"]) == (
-    "NCCL_P2P_DISABLE=1 XLA_FLAGS='--xla_a=1 --xla_b=2' python -m scmoe.profile --config 'a b'"
-  )
+  monkeypatch.setenv("MY_TOKEN", "secret")
+  said = origin("scmoe.profile", ["--config", "a b"])
+  assert said["command"] == "python -m scmoe.profile --config 'a b'"
+  assert said["environment"]["NCCL_P2P_DISABLE"] == "1"
+  assert "secret" not in json.dumps(said)
+  assert set(said["git"]) <= {"commit", "changed"}

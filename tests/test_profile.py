@@ -89,6 +89,8 @@ def profiled(tmp_path_factory):
 
 def test_it_says_what_took_how_long(profiled):
   _, figures = profiled
+  assert figures["command"].startswith("python -m scmoe.profile --config quickstart --smoke")
+  assert figures["date"]
   parts = ("scmoe_pos2: compilation and search", "dense: compilation and search",
            "scmoe_pos2: the step without exchanges",
            "3 rounds of 1 steps", "scmoe_pos2: trace", "dense: trace", "picture")  # fmt: skip

@@ -7,8 +7,8 @@
 
 A GPU trains one run at a time, and all GPUs of the machine train side by side; --jobs=12 on four
 GPUs trains three runs at a time on each. A CPU trains one run after the other. --together trains
-the seeds of a variant in one process, by one compiled program: the runs are the same, and
-a CPU has more of them an hour.
+the seeds of a variant in one process, by one compiled program: it saves starts
+and compilations, and on a GPU it can be slower (experiments/seeds).
 
 Runs whose result lies in results/runs/ are not trained again. A run begins only if it can end
 before the limit, as long as the slowest run so far took; what the limit cuts off saves, and goes on
@@ -102,7 +102,6 @@ class Design:
     contrasts: see `Plan.contrasts`.
     seeds: scale -> seeds of every variant, or of each by name.
     configs: scale -> the configuration that variants change; `language` where a scale is missing.
-      The studies beside `table1_3_language` have `small_language` at `gpu`.
     metric: see `Plan.metric`.
   """
 
@@ -173,11 +172,7 @@ def language(scale: str) -> RunConfig:
 
 
 def small_language() -> RunConfig:
-  """The language model of `--scale gpu` in the studies beside the first: 38M active parameters.
-
-  8 blocks of width 512 and 26 million tokens: a twelfth of the FLOPs of `language("gpu")`, since
-  eight studies with five seeds of every variant would take fourteen hours of a GPU at that size.
-  """
+  """The smaller language model of `--scale gpu`, and why some studies have it: README.md."""
   run = language("gpu")
   return dataclasses.replace(
     run,

@@ -2,17 +2,18 @@
 
   python experiments/upcycle/run.py --scale cpu
   python experiments/upcycle/run.py --scale gpu --jobs 4 --limit_seconds 570 --out "$OUT"
-  python experiments/upcycle/run.py --scale gpu --times
+  python experiments/upcycle/run.py --scale gpu_steps --jobs 6 --out "$OUT"
+  python experiments/upcycle/run.py --scale gpu_steps --times=prefill
   python experiments/upcycle/run.py --scale cpu --table
 
 One teacher is trained. `scmoe.convert --upcycle` makes a start of every wiring from it. If the
 scale has several learning rates, one pilot of each, with a seed that is not part of the study,
 decides which all students get. Then every way of learning trains every start on a tenth of the
-teacher's tokens, once a seed. Each run is a process of `python -m scmoe.train`; `--jobs 4` trains
-four students at a time, each on a GPU of its own. What the limit cuts off saves, and the same
-command goes on from there; runs whose result is written are not trained again. What stands behind
--- goes to the teacher's training, and by its configuration to that of all students; with --times to
-the commands that time them.
+teacher's tokens, once a seed. Each run is a process of `python -m scmoe.train`; `--jobs 4` makes
+four starts or students at a time; several can share a GPU. What the limit cuts off saves, and the
+same command goes on from there; runs whose result is written are not trained again. What stands
+behind -- goes to the teacher's training, and by its configuration to that of all students; with
+--times to the commands that time them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scmoe.base.stored import write_whole
 from scmoe.sweep import shared_out
 
 HERE = Path(__file__).resolve().parent
@@ -104,7 +106,7 @@ SCALES = {
     student_steps=40,
     eval_batches=10,
   ),
-  # 0.14 billion active parameters; 131,072 tokens a step, 105 million for the teacher.
+  # 0.17 billion active parameters; 131,072 tokens a step, 105 million for the teacher.
   "gpu": Scale(
     {
       "model.num_layers": "12",
@@ -154,7 +156,7 @@ class Study:
     folder: the runs' folders.
     out: folder of the results.
     deadline: value of `time.monotonic` at which the call ends.
-    jobs: students at a time, each with its part of the GPUs (`scmoe.sweep.shared_out`).
+    jobs: starts and students at a time, each with its part of the GPUs (`scmoe.sweep.shared_out`).
     rest: further flags of the teacher's training.
   """
 
@@ -171,8 +173,8 @@ class Study:
   def write(self) -> None:
     """Writes the results, and the table beside them."""
     self.path.parent.mkdir(parents=True, exist_ok=True)
-    self.path.write_text(json.dumps(self.result, indent=1) + "\n", "utf-8")
-    self.path.with_suffix(".txt").write_text(table(self.result) + "\n", "utf-8")
+    write_whole(self.path, (json.dumps(self.result, indent=1) + "\n").encode())
+    write_whole(self.path.with_suffix(".txt"), (table(self.result) + "\n").encode())
 
   def call(self, command: list[str], environment: Environment | None = None) -> None:
     """Runs one command of scmoe; at the deadline it saves.
@@ -198,7 +200,10 @@ class Study:
       code = process.wait(limit)
     except subprocess.TimeoutExpired:
       process.terminate()
-      process.wait(GRACE)
+      try:
+        process.wait(GRACE)
+      except subprocess.TimeoutExpired:
+        process.kill()
       raise OutOfTime from None
     if code == PREEMPTED:
       raise OutOfTime
@@ -231,6 +236,11 @@ class Study:
   def prepare(self) -> None:
     """Trains the teacher and makes the starts, as far as they are missing."""
     teacher = self.folder / "teacher"
+    if "teacher" in self.result and not has_step(teacher):
+      raise SystemExit(
+        f"{self.path} has a teacher's loss, but {teacher} holds no checkpoint of it: give another "
+        "--out to train one, or the --workdir where it lies"
+      )
     if "teacher" not in self.result:
       begin = ["--config=upcycle_small", *self.rest]
       self.train(teacher, self.sizes.teacher_steps, 0, begin, self.sizes.teacher)
@@ -247,6 +257,7 @@ class Study:
 
   def students(self) -> None:
     """Trains the pilots and students without a result, seed by seed: a cut leaves comparisons."""
+    self.result["jobs"] = self.jobs  # of the last call
     self.side_by_side(
       lambda given, rate=rate: self.pilot(rate, given)
       for rate in self.sizes.rates
@@ -268,18 +279,27 @@ class Study:
   def side_by_side(self, tasks: Iterable[Callable[[Environment], None]]) -> None:
     """Runs all tasks, `jobs` at a time, and gives each the environment of its part of the GPUs.
 
+    Once a task has failed, those that run go on, and no other begins.
+
     Raises:
       OutOfTime: the deadline came; every task that was running has saved.
+      SystemExit: a task failed.
     """
     waiting = list(tasks)
     free: queue.Queue[Environment] = queue.Queue()
     for environment in shared_out(self.jobs, len(waiting)):
       free.put(environment)
 
+    failed = threading.Event()
+
     def in_turn(task: Callable[[Environment], None]) -> None:
       environment = free.get()
       try:
-        task(environment)
+        if not failed.is_set():
+          task(environment)
+      except BaseException:
+        failed.set()
+        raise
       finally:
         free.put(environment)
 
@@ -352,7 +372,9 @@ class Study:
     fields |= self.sizes.student | {"train.seed": str(seed), "optimizer.learning_rate": rate}
     steps = self.sizes.student_steps
     fields["checkpoint.every"] = str(steps)  # a run is short, and a cut saves
-    fields["mesh.data"] = "-1"  # the devices of this task, not those of the teacher
+    # As many data ranks as this task has devices, not as the teacher had. The teacher's other axes
+    # stay: one that divided its experts needs as many devices for each student.
+    fields["mesh.data"] = "-1"
     begin = [f"--config_json={start / 'config.json'}"]
     self.train(workdir, steps, max(1, steps // 4), begin, fields, environment)
     losses = [[line["step"], line["loss"]] for line in records(workdir, "eval")]
@@ -367,21 +389,24 @@ class Study:
     """
     wirings = f"--compare={','.join(('topk', *ALL))}"
     path = self.folder / "start-scmoe_pos2" / "config.json"
+    if not path.is_file():
+      raise SystemExit(f"{path} is missing: --starts trains the teacher and makes it")
     context = json.loads(path.read_text("utf-8"))["model"]["context"]
     given = [f"--config_json={path}", "--config.mesh.data=1", "--config.mesh.expert=2", wirings]
     given += self.rest
     out = self.path.parent
     out.mkdir(parents=True, exist_ok=True)
+    link = "-slow" if os.environ.get("NCCL_P2P_DISABLE") == "1" else ""
     # The trace says how much is hidden; by the clock would be a second program for each wiring.
     own = [
       f"--workdir={self.folder / 'profile'}",
       "--clock=false",
-      f"--json={out / f'{self.scale}-step.json'}",
+      f"--json={out / f'{self.scale}-step{link}.json'}",
     ]
     if what != "prefill":
       self.call(["scmoe.profile", *given, *own])
     sizes = ["--batch=8", f"--prompt_tokens={context // 2}", "--max_new_tokens=8", "--rounds=9"]
-    json_file = f"--json={out / f'{self.scale}-prefill.json'}"
+    json_file = f"--json={out / f'{self.scale}-prefill{link}.json'}"
     if what != "step":
       self.call(["scmoe.generate", "--benchmark", *given, *sizes, json_file])
 
@@ -417,7 +442,8 @@ def table(result: dict[str, Any]) -> str:
   if pilots := result.get("pilots"):
     ended = ", ".join(f"{rate}: {loss:.4f}" for rate, loss in pilots.items())
     lines.append(f"pilots of the rate, {ended}; the lowest chose the students'")
-  for wiring, start in result["starts"].items():
+  for wiring in (wiring for wiring in ALL if wiring in result["starts"]):
+    start = result["starts"][wiring]
     lines.append(f"{wiring}: start {start:.4f} ({start / goal - 1:+.2%})")
     for way in WAYS:
       runs = [r for r in result["runs"] if (r["wiring"], r["way"]) == (wiring, way)]
@@ -441,7 +467,9 @@ def main() -> None:
   flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   flags.add_argument("--scale", choices=SCALES, required=True)
   flags.add_argument("--limit_seconds", type=float, default=0.0, help="time of the call; 0: none")
-  flags.add_argument("--jobs", type=int, default=1, help="students at a time, a GPU for each")
+  flags.add_argument(
+    "--jobs", type=int, default=1, help="starts and students at a time, also several on a GPU"
+  )
   flags.add_argument("--workdir", type=Path, help="of the runs; default: runs/upcycle/SCALE")
   flags.add_argument("--out", type=Path, default=HERE / "results", help="folder of the results")
   flags.add_argument("--table", action="store_true", help="print the table, train nothing")

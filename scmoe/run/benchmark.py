@@ -251,15 +251,13 @@ def benchmark(
   gpu = jax.default_backend() == "gpu"
   device = f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
   what = f"{load.rows} prompts of {load.prompt} tokens, {load.new} new tokens each"
-  date = time.strftime("%Y-%m-%d")
-  lines = [f"generation of {run.name}, {what}, {device}, {date}"]
+  lines = [f"generation of {run.name}, {what}, {device}, {time.strftime('%Y-%m-%d')}"]
   if not gpu:
     lines.append(NO_GPU)
   wide = max(16, *(len(name) + 2 for name in arms))
   line = f"{{:{wide}s}}{{:>14s}}{{:>16s}}{{:>10s}}{{:>14s}}{{:>16s}}{{:>10s}}".format
   lines.append(line("wiring", "prefill ms", "tokens/s", "", "decode ms", "tokens/s", ""))
-  figures: dict[str, Any] = {"device": device, "gpu": gpu, "date": date}
-  figures["load"] = dataclasses.asdict(load)
+  figures: dict[str, Any] = {"device": device, "gpu": gpu, "load": dataclasses.asdict(load)}
   figures["arms"] = {}
   tokens = load.rows * load.prompt, load.rows * load.new
   base = next(iter(arms))

@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import os
 import re
-import shlex
 import subprocess
 import sys
 import textwrap
@@ -38,8 +37,6 @@ from scmoe.run.suggestions import nearest
 FIELD = "--config."
 ABLATION = "ablation"  # name of the groups of fields that only ablations set
 SCREEN = (24, 100)  # lines and columns of `--help`
-# Variables, beside those of NCCL, that decide on which devices and by which options a command runs.
-_DECIDING = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS")
 _EXAMPLES = 3  # `--help` shows so many examples of a command's docstring
 
 
@@ -222,21 +219,6 @@ def json_file(text: str) -> Path | None:
   if not path.absolute().parent.is_dir():
     raise ConfigError(f"--json={text!r}: there is no folder {path.absolute().parent}")
   return path
-
-
-def as_typed(module: str, argv: Sequence[str]) -> str:
-  """A command with the variables that decide its links and devices, as a shell takes it again.
-
-  Args:
-    module: e.g. "scmoe.profile".
-    argv: its arguments.
-
-  Returns:
-    e.g. "NCCL_P2P_DISABLE=1 python -m scmoe.profile --config gpt2_moe_medium".
-  """
-  decide = lambda name: name.startswith("NCCL_") or name in _DECIDING
-  given = [f"{name}={shlex.quote(os.environ[name])}" for name in sorted(os.environ) if decide(name)]
-  return " ".join([*given, shlex.join(["python", "-m", module, *argv])])
 
 
 def at_least(values: dict[str, Any], least: int, *names: str) -> None:

@@ -1,6 +1,6 @@
 """WORKDIR/card.json: facts for repeating a run.
 
-It has the time, commit, versions, host, devices, some environment variables (`_VARIABLES`), the
+It has the time, commit, versions, host, devices, some environment variables (`environment`), the
 starts, and what the caller says (`write_card`), such as command, configuration, fingerprint of the
 data and numbers of parameters.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import shlex
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -37,9 +39,9 @@ CARD_SHAPE = {
   "flops_per_token": Maybe(float),
   "starts": Maybe([dict]),
 }
-# The environment variables that the card holds: they change how jax computes. All others are left
-# out, since they may hold secrets.
-_VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVICES", "NCCL_ALGO")
+# The environment variables that the card holds, with all of NCCL's: they change how jax computes,
+# or which link NCCL takes. All others are left out, since they may hold secrets.
+_VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVICES")
 
 
 def write_card(workdir: Path, **said: Any) -> None:
@@ -61,7 +63,7 @@ def write_card(workdir: Path, **said: Any) -> None:
     "versions": versions(),
     "host": {"name": socket.gethostname(), "system": platform.platform(), "cpus": os.cpu_count()},
     "devices": devices(),
-    "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    "environment": environment(),
   }
   before = read_card(workdir).get("starts", [])
   card = {**start, **said, "starts": [*before, {**start, "command": said.get("command")}]}
@@ -69,6 +71,32 @@ def write_card(workdir: Path, **said: Any) -> None:
     write_json(workdir / CARD, card)
   except OSError as error:
     raise StorageError(f"{workdir / CARD} cannot be written: {error}") from None
+
+
+def environment() -> dict[str, str]:
+  """The variables of this process's environment that a card holds (`_VARIABLES` and NCCL's)."""
+  held = lambda name: name in _VARIABLES or name.startswith("NCCL_")
+  return {name: value for name, value in sorted(os.environ.items()) if held(name)}
+
+
+def origin(module: str, argv: Sequence[str]) -> dict[str, Any]:
+  """Tells where figures come from, for a file that holds them without a run's folder.
+
+  Call it at the start of a command: commands add to XLA_FLAGS and NCCL's variables.
+
+  Args:
+    module: of the command, e.g. "scmoe.profile".
+    argv: its arguments.
+
+  Returns:
+    `command`, `environment` and `git`, as in a card, and `date`.
+  """
+  return {
+    "command": shlex.join(["python", "-m", module, *argv]),
+    "environment": environment(),
+    "git": commit(PACKAGE),
+    "date": time.strftime("%Y-%m-%d"),
+  }
 
 
 def read_card(workdir: str | os.PathLike[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 One program is compiled and started for all. Its step of S seeds is `jax.vmap` of the step of one,
 over state, batch and seed, so each kernel has S times the work, which fills a device that a very
-small model leaves idle (experiments/seeds has a model that is slower so):
+small model leaves idle. It is not always faster (experiments/seeds):
 
     state [S, ...]  batch [S, A, B, ...]  seed [S]  ->  state [S, ...], scalars [S], arrays [S, ...]
 

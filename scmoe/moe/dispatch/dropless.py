@@ -54,8 +54,9 @@ from scmoe.parallel.collectives import Exchange, largest
 from scmoe.parallel.mesh import TOKEN_AXES
 
 # An overflow round has room for 1/4 of the first round's rows, rounded up. Most of its time does
-# not depend on its rows: a round took 0.107 ms with 1/8 on four GPUs and 0.126 ms with 1/4 on two,
-# 16 MiB of rows each (experiments/dispatch). So fewer and larger rounds are faster.
+# not depend on its rows: on two GPUs with 16 MiB of rows each, a round takes 0.13 ms with 1/8 as
+# with 1/4 (differences of experiments/dispatch/results/results_two_gpus.json). So fewer, larger
+# ones are faster.
 OVERFLOW = 4
 # The axes of tokens over which this transport exchanges no rows. Devices that differ in one of
 # these axes alone dispatch their own tokens to the same experts.

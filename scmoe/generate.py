@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ from scmoe.run.config import RunConfig
 from scmoe.run.generation_flags import OFFLOAD_FLAGS, SAMPLING_FLAGS, offload_request
 from scmoe.run.programs import user_programs
 from scmoe.run.session import Piece, Session
-from scmoe.training.card import origin
+from scmoe.training.card import environment, origin
 
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
 USUAL = 64  # tokens that are added where --max_new_tokens is not given
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> None:
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
-  said = origin("scmoe.generate", argv)
+  variables = environment()
   simulate(values["simulate"])
   at_least(values, 1, "rounds")
   if abs(values["seed"]) >= 2**63:
@@ -111,7 +111,8 @@ def main(argv: list[str]) -> None:
   if fits:
     values["max_new_tokens"] = USUAL
   if values["benchmark"]:
-    return print(_benchmark(values, given, said))
+    whence = lambda: origin("scmoe.generate", argv, variables)
+    return print(_benchmark(values, given, whence))
   if given:
     raise ConfigError(f"--config.{given[0][0]} needs --benchmark; a run has its own configuration")
   one_model(values)
@@ -222,8 +223,10 @@ def _recorded(pieces: Iterator[list[Piece]], texts: list[str]) -> Iterator[list[
     yield piece
 
 
-def _benchmark(values: dict[str, Any], given: list[tuple[str, str]], said: dict) -> str:
-  """Runs `--benchmark`; returns its table, and writes figures and origin (`said`) to --json."""
+def _benchmark(
+  values: dict[str, Any], given: list[tuple[str, str]], whence: Callable[[], dict[str, Any]]
+) -> str:
+  """Runs `--benchmark`; returns its table, and writes figures and their origin to --json."""
   run = run_config(values, given)
   names = compared(values["compare"], run)
   load = Workload(values["batch"], values["prompt_tokens"], values["max_new_tokens"])
@@ -237,7 +240,7 @@ def _benchmark(values: dict[str, Any], given: list[tuple[str, str]], said: dict)
   if values["ways"]:
     text += "\n" + _expected(run, names, ways, load, figures)
   if values["json"]:
-    write_json(Path(values["json"]), figures | said)
+    write_json(Path(values["json"]), figures | whence())
   return text
 
 

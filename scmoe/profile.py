@@ -68,7 +68,7 @@ from scmoe.run.controls import exchanges_alone, without_exchanges
 from scmoe.run.modelled import modelled_times
 from scmoe.run.names import check_workdir
 from scmoe.run.start import set_up_jax
-from scmoe.training.card import origin
+from scmoe.training.card import environment, origin
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.fastest import Steps, fastest_step
 from scmoe.training.guided import GuidedStep
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> None:
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
-  said = origin("scmoe.profile", argv)
+  variables = environment()
   simulate(values["simulate"])
   at_least(values, 1, "rounds", "calls")
   machine(values["machine"])
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> None:
     report = profile(run, names, workdir, modelled_on=values["machine"], **options)
   print(report.text)
   if out is not None:
-    write_json(out, report.figures | said)
+    write_json(out, report.figures | origin("scmoe.profile", argv, variables))
 
 
 @dataclasses.dataclass(frozen=True)

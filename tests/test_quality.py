@@ -233,7 +233,23 @@ def test_all_studies_in_one_call(fake, monkeypatch, capsys):
   assert "first_pair scmoe_pos1_seed-1" in begun
   whole.main([*words, "--studies=norms", "--limit_seconds=0.001"])
   assert "norms: not begun, the time of the call is over" in capsys.readouterr().out
+  with pytest.raises(ConfigError, match=r"--studies is empty; name some of: first_pair"):
+    whole.main([*words, "--studies="])
   with pytest.raises(ConfigError, match=r"--studies='table9' is no study; one of: first_pair"):
     whole.main([*words, "--studies=table9"])
   with pytest.raises(ConfigError, match="--workdir"):
     whole.main([*words, "--workdir=x"])
+
+
+def test_a_run_begins_only_if_it_can_end_before_the_call_of_several_studies(tmp_path):
+  module = load("table4")
+  plan = module.DESIGN.plan("smoke", [])
+  run = sweep.Run(tmp_path / "w", module.study.variant_run(plan, "top2", 0))
+  known = [{"steps": plan.config["train"]["steps"], "seconds": 100.0}]
+  runs = {run.folder: ("top2", 0)}
+  may = lambda left: module.study.Pieces(
+    plan, runs, known, tmp_path / "x", 1000.0, "", "", keep=False, until=time.monotonic() + left
+  ).may_begin(run)
+  grace = module.study.GRACE["smoke"]
+  assert may(110 + grace)
+  assert not may(90 + grace)

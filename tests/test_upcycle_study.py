@@ -73,7 +73,7 @@ def test_a_failed_start_begins_no_other(module, tmp_path):
 
 def test_a_folder_that_is_not_there_is_one_line(module, tmp_path):
   study = module.Study("gpu_steps", tmp_path, tmp_path / "out", math.inf, 1, [])
-  with pytest.raises(SystemExit, match=r"config\.json is missing: --starts trains the teacher"):
+  with pytest.raises(SystemExit, match=r"config\.json is missing: the study makes it"):
     study.times("prefill")
   study.result["teacher"] = {"loss": 2.0}
   with pytest.raises(SystemExit, match=r"has a teacher's loss, but .*teacher holds no checkpoint"):

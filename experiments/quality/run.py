@@ -4,15 +4,17 @@
       --config.data.source=jsonl --config.data.path=runs/packages_text --config.data.tokenizer=bpe
   python experiments/quality/run.py --scale gpu --studies table4,norms --table
 
-The order is that of `STUDIES`: those that cost least come first. A run that two studies share is
-trained once. The limit is that of the whole call; whatever it cuts off goes on with the next. All
-other flags are those of a study's own run.py and go to each study; --out=FOLDER gives each a folder
-in it, FOLDER/STUDY/results.
+The studies of the smaller model come first (`STUDIES`), unless --studies gives another order. A run
+that two studies share is trained once. --limit_seconds is that of the whole call; whatever it cuts
+off goes on with the next. Without it each study has the time that its scale gives it. All other
+flags are those of a study's own run.py and go to each study; --out=FOLDER gives each a folder in
+it, FOLDER/STUDY/results.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 import time
 from pathlib import Path
@@ -38,7 +40,7 @@ STUDIES = (
   "table1_3_language",
   "effective_speedup",
 )
-# Each study has these otherwise: they name variants or folders of one study.
+# Flags that name variants or folders of one study.
 _OF_ONE = ("only", "workdir")
 FLAGS = (
   *(flag for flag in study.FLAGS if flag.name not in _OF_ONE),
@@ -70,21 +72,22 @@ def main(argv: list[str]) -> None:
   names = [word.strip() for word in values["studies"].split(",") if word.strip()]
   if unknown := [name for name in names if name not in STUDIES]:
     raise ConfigError(f"--studies={unknown[0]!r} is no study; one of: {', '.join(STUDIES)}")
-  limit = values["limit_seconds"]
-  until = time.monotonic() + limit
+  if not names:
+    raise ConfigError(f"--studies is empty; name some of: {', '.join(STUDIES)}")
+  limit, scale = values["limit_seconds"], values["scale"]
+  until = time.monotonic() + limit if limit > 0 else math.inf
   own = [f"--{flag.name}={values[flag.name]}" for flag in study.FLAGS
-         if flag.name not in (*_OF_ONE, "out", "limit_seconds", "help")
+         if flag.name not in (*_OF_ONE, "out", "help")
          and values[flag.name] != flag.default]  # fmt: skip
   own += [f"--config.{name}={value}" for name, value in given]
   out = Path(values["out"]) if values["out"] else None
   for name in names:
-    left = until - time.monotonic() if limit > 0 else limit
-    if limit > 0 and left < 1:
+    if until - time.monotonic() <= study.GRACE.get(scale, 0):
       say(f"{name}: not begun, the time of the call is over")
       continue
-    words = [*own, f"--limit_seconds={left:.0f}", f"--out={out / name / 'results' if out else ''}"]
+    words = [*own, f"--out={out / name / 'results' if out else ''}"]
     say(f"== {name}")
-    study.call(design_of(name), words, study.runs_of_all(out) if out else ())
+    study.call(design_of(name), words, study.runs_of_all(out) if out else (), until)
 
 
 if __name__ == "__main__":

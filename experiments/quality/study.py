@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import shlex
 import shutil
 import sys
@@ -210,13 +211,16 @@ def main(design: Design) -> None:
   run_main(command)
 
 
-def call(design: Design, argv: list[str], beside: Sequence[Path] = ()) -> Study:
+def call(
+  design: Design, argv: list[str], beside: Sequence[Path] = (), until: float = math.inf
+) -> Study:
   """Trains what is missing and prints the table.
 
   Args:
     design: of the study.
     argv: the command's arguments.
     beside: folders with results of other studies, in addition to those of this repository.
+    until: value of `time.monotonic` at which a call of several studies ends, at the latest.
 
   Raises:
     ConfigError: a flag, a field or a variant cannot be used, or the plan is registered otherwise.
@@ -252,7 +256,7 @@ def call(design: Design, argv: list[str], beside: Sequence[Path] = ()) -> Study:
     runs = {workdir / f"{variant}_seed-{seed}": (variant, seed) for variant, seed in waiting}
     stamp = time.strftime("%Y%m%dT%H%M%S")
     watch = Pieces(plan, runs, known, out / "runs" / f"{scale}-{stamp}.jsonl", limit,
-                   command, values["commit"], keep=values["keep"])  # fmt: skip
+                   command, values["commit"], keep=values["keep"], until=until)  # fmt: skip
     extra = [f"--simulate={n}"] if (n := values["simulate"]) else []
     todo = [sweep.Run(folder, variant_run(plan, *key)) for folder, key in runs.items()]
     # On a CPU a process starts and compiles about as long as it trains.
@@ -353,6 +357,7 @@ class Pieces(sweep.Watch):
     limit: seconds of the call; 0: none.
     command, commit: noted with every result.
     keep: checkpoints of runs that are done stay.
+    until: value of `time.monotonic` at which the call ends, if before its limit.
   """
 
   def __init__(
@@ -366,13 +371,14 @@ class Pieces(sweep.Watch):
     commit: str,
     *,
     keep: bool,
+    until: float = math.inf,
   ):
     self.plan, self.runs, self.file, self.keep = plan, runs, file, keep
     self.command, self.commit = command, commit
     self.results: list[Result] = []
     self.whole = limit - GRACE[plan.scale]
     if limit:
-      self.until = time.monotonic() + self.whole
+      self.until = min(time.monotonic() + self.whole, until - GRACE[plan.scale])
     steps = plan.config["train"]["steps"]
     alike = (r.get("seconds", 0.0) for r in known if r.get("steps") == steps)
     self._earlier = max(alike, default=0.0)

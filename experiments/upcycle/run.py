@@ -1,9 +1,9 @@
 """Takes a trained top-k model, gives it another wiring, and lets it learn from the model it was.
 
-  python experiments/upcycle/run.py --scale cpu
+  python experiments/upcycle/run.py --scale cpu --out runs/upcycle
   python experiments/upcycle/run.py --scale gpu --jobs 4 --limit_seconds 570 --out "$OUT"
   python experiments/upcycle/run.py --scale gpu_steps --jobs 6 --out "$OUT"
-  python experiments/upcycle/run.py --scale gpu_steps --times=prefill
+  python experiments/upcycle/run.py --scale gpu_steps --times=prefill --out "$OUT"
   python experiments/upcycle/run.py --scale cpu --table
 
 One teacher is trained. `scmoe.convert --upcycle` makes a start of every wiring from it. If the
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -177,7 +178,7 @@ class Study:
     write_whole(self.path.with_suffix(".txt"), (table(self.result) + "\n").encode())
 
   def call(self, command: list[str], environment: Environment | None = None) -> None:
-    """Runs one command of scmoe; at the deadline it saves.
+    """Runs one command of scmoe; at the deadline it saves, or is killed after `GRACE`.
 
     Args:
       command: module and flags.
@@ -204,6 +205,7 @@ class Study:
         process.wait(GRACE)
       except subprocess.TimeoutExpired:
         process.kill()
+        process.wait()
       raise OutOfTime from None
     if code == PREEMPTED:
       raise OutOfTime
@@ -239,7 +241,7 @@ class Study:
     if "teacher" in self.result and not has_step(teacher):
       raise SystemExit(
         f"{self.path} has a teacher's loss, but {teacher} holds no checkpoint of it: give another "
-        "--out to train one, or the --workdir where it lies"
+        "--out to begin anew, or the --workdir where it lies"
       )
     if "teacher" not in self.result:
       begin = ["--config=upcycle_small", *self.rest]
@@ -257,24 +259,29 @@ class Study:
 
   def students(self) -> None:
     """Trains the pilots and students without a result, seed by seed: a cut leaves comparisons."""
-    self.result["jobs"] = self.jobs  # of the last call
     self.side_by_side(
-      lambda given, rate=rate: self.pilot(rate, given)
-      for rate in self.sizes.rates
-      if len(self.sizes.rates) > 1 and rate not in self.result["pilots"]
+      lambda given, rate=rate: self.pilot(rate, given) for rate in self.missing_pilots()
     )
+    self.side_by_side(
+      lambda given, entry=entry: self.student(*entry, given) for entry in self.missing_students()
+    )
+
+  def is_done(self) -> bool:
+    """Whether every result is there."""
+    begun = "teacher" in self.result and set(self.sizes.wirings) <= set(self.result["starts"])
+    return begun and not self.missing_pilots() and not self.missing_students()
+
+  def missing_pilots(self) -> list[str]:
+    """The rates whose pilot has no result; none where there is one rate."""
+    rates = self.sizes.rates if len(self.sizes.rates) > 1 else ()
+    return [rate for rate in rates if rate not in self.result["pilots"]]
+
+  def missing_students(self) -> list[tuple[str, str, int]]:
+    """(wiring, way, seed) of the students without a result, seed by seed."""
     done = {(r["wiring"], r["way"], r["seed"]) for r in self.result["runs"]}
-    wanted = [
-      (wiring, way, seed)
-      for seed in range(3)
-      for wiring in self.sizes.wirings
-      for way in self.sizes.ways
-    ]
-    self.side_by_side(
-      lambda given, entry=entry: self.student(*entry, given)
-      for entry in wanted
-      if entry not in done
-    )
+    all_of_them = itertools.product(range(3), self.sizes.wirings, self.sizes.ways)
+    wanted = [(wiring, way, seed) for seed, wiring, way in all_of_them]
+    return [entry for entry in wanted if entry not in done]
 
   def side_by_side(self, tasks: Iterable[Callable[[Environment], None]]) -> None:
     """Runs all tasks, `jobs` at a time, and gives each the environment of its part of the GPUs.
@@ -304,8 +311,11 @@ class Study:
         free.put(environment)
 
     with concurrent.futures.ThreadPoolExecutor(free.qsize()) as pool:
-      for future in [pool.submit(in_turn, task) for task in waiting]:
-        future.result()
+      futures = [pool.submit(in_turn, task) for task in waiting]
+    faults = [fault for future in futures if (fault := future.exception()) is not None]
+    # A failure says more than that the time is over.
+    for fault in sorted(faults, key=lambda fault: isinstance(fault, OutOfTime)):
+      raise fault
 
   def rate(self) -> str:
     """The students' learning rate: that of the pilot which ended lowest, or the scale's one."""
@@ -390,7 +400,7 @@ class Study:
     wirings = f"--compare={','.join(('topk', *ALL))}"
     path = self.folder / "start-scmoe_pos2" / "config.json"
     if not path.is_file():
-      raise SystemExit(f"{path} is missing: --starts trains the teacher and makes it")
+      raise SystemExit(f"{path} is missing: the study makes it (--starts trains no students)")
     context = json.loads(path.read_text("utf-8"))["model"]["context"]
     given = [f"--config_json={path}", "--config.mesh.data=1", "--config.mesh.expert=2", wirings]
     given += self.rest
@@ -491,7 +501,7 @@ def main() -> None:
   try:
     if given.times:
       study.times(given.times)
-    elif not given.table:
+    elif not given.table and not study.is_done():
       study.prepare()
       if not given.starts:
         study.students()

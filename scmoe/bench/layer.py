@@ -58,10 +58,11 @@ from scmoe.kernels.grouped_matmul.layout import make_layout, pad_rows
 from scmoe.moe.experts import FFNExperts
 from scmoe.profiling.timer import alone, calls_in, interleave, repeated
 
-# For fp8 by the kernels: their distance from the network without fp8, beside that of fp8 by XLA.
-# Sums in another order round an activation to the next fp8 number now and then, which moves the
-# result by up to 0.018, but no farther from the exact one. Without rounding the distance is near 0.
-TOLERANCE_FP8 = 2e-2
+# For fp8 by the kernels: how much nearer to the network without fp8, or farther from it, they may
+# be than fp8 by XLA. Sums in another order round an activation to the next fp8 number now and then.
+# That moves the result by up to 0.018 (so `APART`), but no farther from the network without fp8.
+TOLERANCE_FP8, APART = 2e-2, 3e-2
+_FP8_WAYS = (("xla", False), ("xla", True), ("auto", True))  # backend, fp8
 _SAMPLE_SECONDS = 0.04  # so many seconds of calls are timed together, which hides the host's work
 
 
@@ -349,12 +350,13 @@ def bench_fp8(shape: Shape, seed: int, rounds: int) -> dict[str, Any]:
 
     return jax.jit(run)
 
-  exact = forward("xla", False)(*given)
-  error = relative_error(forward("auto", True)(*given), exact)
-  of_xla = relative_error(forward("xla", True)(*given), exact)
-  if not abs(error / of_xla - 1) <= TOLERANCE_FP8:
+  plain, by_xla, found = (forward(*how)(*given) for how in _FP8_WAYS)
+  error, of_xla = relative_error(found, plain), relative_error(by_xla, plain)
+  apart = relative_error(found, by_xla)
+  if not (abs(error - of_xla) <= TOLERANCE_FP8 * of_xla and apart <= APART):
     raise ValueError(
-      f"{s.name} fp8: {error} from the network without fp8, and {of_xla} by XLA: not timed"
+      f"{s.name} fp8: {error} from the network without fp8, {of_xla} by XLA, {apart} apart: "
+      "not timed"
     )
   rows = jax.jit(fp8.quantised_rows)
 

@@ -14,7 +14,7 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -79,21 +79,21 @@ def environment() -> dict[str, str]:
   return {name: value for name, value in sorted(os.environ.items()) if held(name)}
 
 
-def origin(module: str, argv: Sequence[str]) -> dict[str, Any]:
+def origin(module: str, argv: Sequence[str], given: Mapping[str, str]) -> dict[str, Any]:
   """Tells where figures come from, for a file that holds them without a run's folder.
-
-  Call it at the start of a command: commands add to XLA_FLAGS and NCCL's variables.
 
   Args:
     module: of the command, e.g. "scmoe.profile".
     argv: its arguments.
+    given: `environment` as it was when the command began: commands add to XLA_FLAGS and NCCL's
+      variables.
 
   Returns:
-    `command`, `environment` and `git`, as in a card, and `date`.
+    `command`, `environment` (`given`), `git` and `date`.
   """
   return {
     "command": shlex.join(["python", "-m", module, *argv]),
-    "environment": environment(),
+    "environment": dict(given),
     "git": commit(PACKAGE),
     "date": time.strftime("%Y-%m-%d"),
   }

@@ -24,7 +24,7 @@ VARIABLES = {
   "num_processes": "SCMOE_NUM_PROCESSES",
   "process_id": "SCMOE_PROCESS_ID",
 }
-# A process waits so long for the coordinator to listen, as jax waits for all processes by default.
+# A process waits for the coordinator to listen as long as jax waits for all processes by default.
 _COORDINATOR_SECONDS = 300.0
 
 

@@ -133,9 +133,9 @@ class GuidedStep:
     return {}
 
   def go_on(self, history: Mapping[str, Any]) -> None:
-    """Takes over the `history` that a mapping, such as a checkpoint's meta, has among its items.
+    """Goes on from what `history` left in a mapping, such as a checkpoint's meta.
 
-    Here there is none, so it does nothing.
+    Here it left nothing, so this does nothing.
     """
     del history
 

@@ -135,7 +135,7 @@ class RepeatingStep(GuidedStep):
     return {"pace": self.pace.state()}
 
   def go_on(self, history: Mapping[str, Any]) -> None:
-    """See `GuidedStep.go_on`."""
+    """Goes on with the pace that `history` left, e.g. in a checkpoint's meta."""
     self.pace.restore(history.get("pace", {}))
 
   def forget(self) -> None:

@@ -98,9 +98,9 @@ _SIZES, _TILE_STARTS, _TILES, _OUT, _SHARED = (f"${i}" for i in range(2, 7))
 class _Program(RowCopier):
   """The kernel in PTX, step by step.
 
-  Warp w, counted over all blocks, takes rows w, w + warps, w + 2 · warps and so on. The row that it
-  fetches next is stages - 1 of its own rows after the one that it sends. Shared memory holds each
-  warp's stages, a row of zeros, and a barrier for each stage.
+  Warp w, counted over all blocks, takes rows w, w + warps, w + 2 · warps and so on. While it
+  sends one row, it fetches the row that is stages - 1 of its own rows later. Shared memory holds
+  each warp's stages, a row of zeros, and a barrier for each stage.
   """
 
   group_words = (_SIZES, _TILE_STARTS, _TILES)

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -195,7 +196,7 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
   plan = table.DESIGN.plan("smoke", [])
   folder = fake / "w/top2_seed-0"
   run = sweep.Run(folder, table.study.variant_run(plan, "top2", 0))
-  make = lambda limit, seconds: table.study.Pieces(
+  make = lambda limit, seconds, until=math.inf: table.study.Pieces(
     plan,
     {folder: ("top2", 0)},
     [{"seconds": seconds, "steps": 3}],
@@ -204,6 +205,7 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
     "",
     "",
     keep=False,
+    until=until,
   )
   assert make(0, 500).may_begin(run)  # no limit
   assert make(305, 0).may_begin(run)  # nothing is known of how long a run takes
@@ -213,6 +215,10 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
   assert not late.may_begin(run)
   assert "not begun, 150 s are left and a run takes 200 s" in capsys.readouterr().out
   assert make(305, 9000).may_begin(run)  # ends within no call: it is cut, and goes on
+  # A call of several studies has less time left than its limit: what would be cut waits.
+  soon = time.monotonic() + table.study.GRACE["smoke"]
+  assert not make(305, 200, soon + 190).may_begin(run)
+  assert make(305, 200, soon + 210).may_begin(run)
 
 
 def test_all_studies_in_one_call(fake, monkeypatch, capsys):
@@ -239,17 +245,3 @@ def test_all_studies_in_one_call(fake, monkeypatch, capsys):
     whole.main([*words, "--studies=table9"])
   with pytest.raises(ConfigError, match="--workdir"):
     whole.main([*words, "--workdir=x"])
-
-
-def test_a_run_begins_only_if_it_can_end_before_the_call_of_several_studies(tmp_path):
-  module = load("table4")
-  plan = module.DESIGN.plan("smoke", [])
-  run = sweep.Run(tmp_path / "w", module.study.variant_run(plan, "top2", 0))
-  known = [{"steps": plan.config["train"]["steps"], "seconds": 100.0}]
-  runs = {run.folder: ("top2", 0)}
-  may = lambda left: module.study.Pieces(
-    plan, runs, known, tmp_path / "x", 1000.0, "", "", keep=False, until=time.monotonic() + left
-  ).may_begin(run)
-  grace = module.study.GRACE["smoke"]
-  assert may(110 + grace)
-  assert not may(90 + grace)

@@ -7,8 +7,8 @@
 
 A GPU trains one run at a time, and all GPUs of the machine train side by side; --jobs=12 on four
 GPUs trains three runs at a time on each. A CPU trains one run after the other. --together trains
-the seeds of a variant in one process, by one compiled program: it saves starts
-and compilations, and on a GPU it can be slower (experiments/seeds).
+the seeds of a variant in one process, by one compiled program: it saves starts and compilations,
+and on a GPU it can be slower (experiments/seeds).
 
 Runs whose result lies in results/runs/ are not trained again. A run begins only if it can end
 before the limit, as long as the slowest run so far took; what the limit cuts off saves, and goes on

@@ -296,7 +296,6 @@ class Study:
     free: queue.Queue[Environment] = queue.Queue()
     for environment in shared_out(self.jobs, len(waiting)):
       free.put(environment)
-
     failed = threading.Event()
 
     def in_turn(task: Callable[[Environment], None]) -> None:
@@ -313,9 +312,8 @@ class Study:
     with concurrent.futures.ThreadPoolExecutor(free.qsize()) as pool:
       futures = [pool.submit(in_turn, task) for task in waiting]
     faults = [fault for future in futures if (fault := future.exception()) is not None]
-    # A failure says more than that the time is over.
-    for fault in sorted(faults, key=lambda fault: isinstance(fault, OutOfTime)):
-      raise fault
+    if faults:  # a failure says more than that the time is over
+      raise min(faults, key=lambda fault: isinstance(fault, OutOfTime))
 
   def rate(self) -> str:
     """The students' learning rate: that of the pilot which ended lowest, or the scale's one."""

@@ -14,7 +14,7 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def environment() -> dict[str, str]:
   return {name: value for name, value in sorted(os.environ.items()) if held(name)}
 
 
-def origin(module: str, argv: Sequence[str], given: Mapping[str, str]) -> dict[str, Any]:
+def origin(module: str, argv: Sequence[str], given: dict[str, str]) -> dict[str, Any]:
   """Tells where figures come from, for a file that holds them without a run's folder.
 
   Args:
@@ -93,7 +93,7 @@ def origin(module: str, argv: Sequence[str], given: Mapping[str, str]) -> dict[s
   """
   return {
     "command": shlex.join(["python", "-m", module, *argv]),
-    "environment": dict(given),
+    "environment": given,
     "git": commit(PACKAGE),
     "date": time.strftime("%Y-%m-%d"),
   }

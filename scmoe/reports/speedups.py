@@ -1,7 +1,8 @@
 """Effective speed-ups of a folder of studies: data saved times throughput, for each link.
 
-The baseline's curve is the study effective_speedup, the differences are those of the study
-table1_3_language, and effective_speedup/speeds.json names where throughputs were measured:
+The baseline's curve is the study effective_speedup. The losses of a variant are those of the first
+study, by name, that trains it with the curve's configuration, and effective_speedup/speeds.json
+names where throughputs were measured:
 
   {LINK: {VARIANT: {"file": results of experiments/, "label": row, "base": arm, "arm": arm}}}
 """
@@ -22,10 +23,10 @@ from scmoe.reports.statistics import (
   effective_speedup,
   fit_curve,
 )
-from scmoe.reports.studies import Study, read_study
+from scmoe.reports.studies import Result, Study, read_study, text_of
 from scmoe.reports.tables import Table
 
-CURVE, DIFFERENCES, SPEEDS = "effective_speedup", "table1_3_language", "speeds.json"
+CURVE, SPEEDS = "effective_speedup", "speeds.json"
 _SPEEDS_SHAPE = {"*": {"*": {"file": str, "label": str, "base": str, "arm": str}}}
 _TIMES_SHAPE = [{"label": str, "arms": {"*": {"ms": float, "rounds_ms": Maybe([float])}}}]
 
@@ -35,13 +36,15 @@ class Worth:
   """The effective speed-up of a variant on a link.
 
   Attributes:
-    variant: of the study of differences.
+    variant: its name in the study.
+    study: whose runs of the variant are compared with the baseline's.
     link: between GPUs.
     source: file, row and arms of the throughput.
     speedup: with intervals.
   """
 
   variant: str
+  study: str
   link: str
   source: str
   speedup: Speedup
@@ -91,27 +94,54 @@ def read_speedups(folder: Path, scale: str) -> list[Worth]:
     DataError: plans, results or speeds cannot be used.
   """
   try:
-    baseline, compared = read_study(folder / CURVE, scale), read_study(folder / DIFFERENCES, scale)
+    baseline = read_study(folder / CURVE, scale)
     speeds = read_json(folder / CURVE / SPEEDS, _SPEEDS_SHAPE)
   except FileNotFoundError:
     return []
   budgets = budgets_of(baseline)
   if len(budgets) < 3:
     return []
-  contrasts = {c.variant: c for c in reversed(compared.plan.contrasts) if c.base == "top2"}
   found = []
+  compared = compared_with(baseline, folder, scale)
   for link, variants in speeds.items():
     for variant, source in variants.items():
-      pairs = compared.differences(contrasts[variant]) if variant in contrasts else []
+      if variant not in compared:
+        continue
+      study, runs = compared[variant]
+      tokens = next(iter(runs.values()))["tokens"]
+      metric, base = baseline.plan.metric, budgets.get(tokens, {})
+      pairs = [float(r["final"][metric]) - base[seed] for seed, r in runs.items() if seed in base]
       if len(pairs) < 2:
         continue
-      tokens = next(r["tokens"] for (name, _), r in compared.done.items() if name == variant)
       where = folder.parents[1] / source["file"]
       measured = ratios(where, source["label"], source["base"], source["arm"])
       named = f"{source['file']}, {source['label']}: {source['base']}, {source['arm']}"
       worth = effective_speedup(budgets, pairs, tokens, measured)
-      found.append(Worth(variant, link, named, worth))
+      found.append(Worth(variant, study, link, named, worth))
   return found
+
+
+def compared_with(
+  baseline: Study, folder: Path, scale: str
+) -> dict[str, tuple[str, dict[int, Result]]]:
+  """The runs that can be compared with a baseline's, by variant: name of the study, seed -> run.
+
+  They share the baseline's configuration, but for the fields of their variant, and its text.
+
+  Raises:
+    DataError: plans or results cannot be used.
+  """
+  text = next((text_of(result.get("data", {})) for result in baseline.done.values()), {})
+  found: dict[str, tuple[str, dict[int, Result]]] = {}
+  for path in sorted(folder.glob(f"*/results/plan-{scale}.json")):
+    study = read_study(path.parents[1], scale)
+    if study.plan.config != baseline.plan.config:
+      continue
+    for (variant, seed), result in study.done.items():
+      named, runs = found.setdefault(variant, (study.plan.study, {}))
+      if named == study.plan.study and text_of(result.get("data", {})) == text:
+        runs[seed] = result
+  return {variant: (named, runs) for variant, (named, runs) in found.items() if runs}
 
 
 def speedups_table(found: list[Worth], scale: str) -> Table:
@@ -119,6 +149,7 @@ def speedups_table(found: list[Worth], scale: str) -> Table:
   rows = tuple(
     (
       one.variant,
+      one.study,
       one.link,
       _interval(one.speedup.data),
       _interval(one.speedup.throughput),
@@ -127,7 +158,7 @@ def speedups_table(found: list[Worth], scale: str) -> Table:
     )
     for one in found
   )
-  heads = ("variant", "link", "Sc, data", "throughput", "Sw, effective", "measured in")
+  heads = ("variant", "runs of", "link", "Sc, data", "throughput", "Sw, effective", "measured in")
   return Table(f"Effective speed-up over top2, {scale}", heads, rows)
 
 

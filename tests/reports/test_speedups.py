@@ -1,5 +1,6 @@
 """Effective speed-ups from a folder of studies, of a truth that is known."""
 
+import dataclasses
 import json
 import shutil
 
@@ -8,7 +9,7 @@ import pytest
 from scmoe.base.errors import DataError
 from scmoe.reports import speedups
 from scmoe.reports.statistics import LossCurve
-from scmoe.reports.studies import Contrast, Plan, write_results
+from scmoe.reports.studies import Contrast, Plan, read_plan, read_study, write_results
 
 TRUTH = LossCurve(1.5, 300.0, 0.3)
 SHARES = {"top2_eighth": 1 / 8, "top2_half": 1 / 2, "top2_whole": 1.0, "top2_double": 2.0}
@@ -56,7 +57,11 @@ def folder(tmp_path):
 
 def test_worth_is_data_times_throughput(folder):
   (found,) = speedups.read_speedups(folder, "gpu")
-  assert (found.variant, found.link) == ("scmoe_pos2", "slow link")
+  assert (found.variant, found.study, found.link) == (
+    "scmoe_pos2",
+    "table1_3_language",
+    "slow link",
+  )
   assert found.speedup.data.value == pytest.approx(1.25, abs=0.02)
   assert found.speedup.throughput.value == pytest.approx(1.2)
   assert found.speedup.effective.value == pytest.approx(1.2 * found.speedup.data.value)
@@ -77,3 +82,19 @@ def test_ratios_of_rounds_and_of_medians(folder):
   assert speedups.ratios(path, "xl", "top", "pos3") == [pytest.approx(12 / 9)]
   with pytest.raises(DataError, match="no arm 'pos7' in the row 'xl'"):
     speedups.ratios(path, "xl", "top", "pos7")
+
+
+@pytest.mark.parametrize("other", ["config", "text"])
+def test_runs_of_another_size_or_text_are_not_compared(folder, other):
+  """The study is registered with another configuration, or its runs read another text."""
+  results = folder / "table1_3_language/results"
+  plan = read_plan(results / "plan-gpu.json")
+  if other == "config":
+    plan = dataclasses.replace(plan, config={"width": 9})
+    plan.write(results)
+  path = results / "runs/gpu-1.jsonl"
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  text = {"data": {"digest": "x"}} if other == "text" else {}
+  write_results(path, [line | {"plan": plan.digest(line["variant"])} | text for line in lines])
+  assert len(read_study(folder / "table1_3_language", "gpu").done) == 4
+  assert speedups.read_speedups(folder, "gpu") == []

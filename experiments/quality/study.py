@@ -178,8 +178,8 @@ def small_language() -> RunConfig:
   return dataclasses.replace(
     run,
     model=dataclasses.replace(run.model, num_layers=8, width=512, num_heads=8),
-    train=dataclasses.replace(run.train, steps=400),
-    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=40),
+    train=dataclasses.replace(run.train, batch_size=16, tokens_per_step=16384, eval_every=800),
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=160),
   )
 
 

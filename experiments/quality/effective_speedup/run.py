@@ -18,7 +18,7 @@ from scmoe.reports.speedups import read_speedups, speedups_table
 
 # Optimizer steps of the common configuration of each scale (`study.language`, and on a GPU
 # `study.small_language`).
-STEPS = {"smoke": 4, "cpu": 80, "gpu": 400}
+STEPS = {"smoke": 4, "cpu": 80, "gpu": 1600}
 SHARES = {"eighth": 0.125, "quarter": 0.25, "half": 0.5, "whole": 1, "double": 2}
 
 

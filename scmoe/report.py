@@ -82,7 +82,7 @@ def rendered(folder: Path, scale: str, beside: Path, arguments: str) -> str:
   parts: list = [_verdicts(list(studies.values()))]
   speedups = read_speedups(folder, scale)
   if speedups:
-    parts.append(speedups_table(speedups, scale))
+    parts += [speedups_table(speedups, scale), speedups.plot()]
   for place, study in studies.items():
     parts += [*study_parts(study, place, beside), _readme(place)]
   analyses = read_analyses(folder / "analyses" / "results")

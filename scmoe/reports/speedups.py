@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from pathlib import Path
+
+import numpy as np
 
 from scmoe.base.errors import DataError
 from scmoe.base.stored import Maybe, read_json
+from scmoe.reports.plots import lines_plot
 from scmoe.reports.statistics import (
   Budgets,
   Estimate,
@@ -22,6 +26,7 @@ from scmoe.reports.statistics import (
   Speedup,
   effective_speedup,
   fit_curve,
+  join_means,
 )
 from scmoe.reports.studies import Result, Study, read_study, text_of
 from scmoe.reports.tables import Table
@@ -40,7 +45,8 @@ class Worth:
     study: whose runs of the variant are compared with the baseline's.
     link: between GPUs.
     source: file, row and arms of the throughput.
-    speedup: with intervals.
+    speedup: by the fitted curve, with intervals.
+    joined: by the curve that joins the measured losses.
   """
 
   variant: str
@@ -48,6 +54,47 @@ class Worth:
   link: str
   source: str
   speedup: Speedup
+  joined: Speedup
+
+
+@dataclasses.dataclass(frozen=True)
+class Speedups:
+  """The baseline's losses, and what they make the variants worth.
+
+  Attributes:
+    budgets: of the baseline, at least three numbers of tokens.
+    found: one for each variant and link.
+  """
+
+  budgets: Budgets
+  found: list[Worth]
+
+  @property
+  def fitted(self) -> LossCurve:
+    """The baseline's fitted curve."""
+    points = [(d, loss) for d, found in self.budgets.items() for loss in found.values()]
+    return fit_curve([d for d, _ in points], [loss for _, loss in points])
+
+  @property
+  def means(self) -> dict[float, float]:
+    """Tokens -> the baseline's mean loss, by tokens."""
+    return {d: statistics.fmean(self.budgets[d].values()) for d in sorted(self.budgets)}
+
+  @property
+  def misfit(self) -> float:
+    """By how much the fitted curve misses a mean loss, at most, in nats per token."""
+    fitted = self.fitted
+    return max(abs(fitted.loss(d) - loss) for d, loss in self.means.items())
+
+  def plot(self) -> str:
+    """The baseline's mean losses, joined, and its fitted curve, as an SVG element."""
+    means, fitted = self.means, self.fitted
+    between = np.geomspace(min(means), max(means), 40)
+    lines = {
+      "measured": list(means.items()),
+      "fitted": [(float(d), fitted.loss(float(d))) for d in between],
+    }
+    return lines_plot(lines, "the baseline's loss after millions of training tokens", unit=1e6)
 
 
 def budgets_of(study: Study) -> Budgets:
@@ -56,15 +103,6 @@ def budgets_of(study: Study) -> Budgets:
   for (_, seed), result in study.done.items():
     found.setdefault(result["tokens"], {})[seed] = float(result["final"][study.plan.metric])
   return found
-
-
-def curve_of(study: Study) -> LossCurve | None:
-  """The baseline's fitted curve; None with fewer than three amounts of text."""
-  budgets = budgets_of(study)
-  if len(budgets) < 3:
-    return None
-  points = [(tokens, loss) for tokens, found in budgets.items() for loss in found.values()]
-  return fit_curve(*zip(*points))
 
 
 def ratios(path: Path, label: str, base: str, arm: str) -> list[float]:
@@ -83,8 +121,10 @@ def ratios(path: Path, label: str, base: str, arm: str) -> list[float]:
   return [arms[base]["ms"] / arms[arm]["ms"]]
 
 
-def read_speedups(folder: Path, scale: str) -> list[Worth]:
-  """The effective speed-ups that the results below a folder of studies allow; none without them.
+def read_speedups(folder: Path, scale: str) -> Speedups | None:
+  """The effective speed-ups that the results below a folder of studies allow.
+
+  None without a baseline of three numbers of tokens.
 
   Args:
     folder: of the studies, experiments/quality; files of speeds are named from two levels above.
@@ -97,10 +137,10 @@ def read_speedups(folder: Path, scale: str) -> list[Worth]:
     baseline = read_study(folder / CURVE, scale)
     speeds = read_json(folder / CURVE / SPEEDS, _SPEEDS_SHAPE)
   except FileNotFoundError:
-    return []
+    return None
   budgets = budgets_of(baseline)
   if len(budgets) < 3:
-    return []
+    return None
   found = []
   compared = compared_with(baseline, folder, scale)
   for link, variants in speeds.items():
@@ -116,9 +156,10 @@ def read_speedups(folder: Path, scale: str) -> list[Worth]:
       where = folder.parents[1] / source["file"]
       measured = ratios(where, source["label"], source["base"], source["arm"])
       named = f"{source['file']}, {source['label']}: {source['base']}, {source['arm']}"
-      worth = effective_speedup(budgets, pairs, tokens, measured)
-      found.append(Worth(variant, study, link, named, worth))
-  return found
+      fitted = effective_speedup(budgets, pairs, tokens, measured)
+      joined = effective_speedup(budgets, pairs, tokens, measured, fit=join_means)
+      found.append(Worth(variant, study, link, named, fitted, joined))
+  return Speedups(budgets, found)
 
 
 def compared_with(
@@ -144,22 +185,29 @@ def compared_with(
   return {variant: (named, runs) for variant, (named, runs) in found.items() if runs}
 
 
-def speedups_table(found: list[Worth], scale: str) -> Table:
+def speedups_table(speedups: Speedups, scale: str) -> Table:
   """One row a variant and link: Sc, ratio of throughputs, Sw, with 95 % intervals."""
   rows = tuple(
     (
       one.variant,
       one.study,
       one.link,
+      _interval(one.joined.data),
+      _interval(one.joined.throughput),
+      _interval(one.joined.effective),
       _interval(one.speedup.data),
-      _interval(one.speedup.throughput),
       _interval(one.speedup.effective),
       one.source,
     )
-    for one in found
+    for one in speedups.found
   )
-  heads = ("variant", "runs of", "link", "Sc, data", "throughput", "Sw, effective", "measured in")
-  return Table(f"Effective speed-up over top2, {scale}", heads, rows)
+  heads = ("variant", "runs of", "link", "Sc, joined", "throughput", "Sw, joined", "Sc, fitted",
+           "Sw, fitted", "measured in")  # fmt: skip
+  title = (
+    f"Effective speed-up over top2, {scale}, by the baseline's measured losses, joined, and by the "
+    f"curve fitted to them, which misses them by up to {speedups.misfit:.3f} nats"
+  )
+  return Table(title, heads, rows)
 
 
 def _interval(found: Estimate) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 from scipy import optimize, special
@@ -119,6 +120,18 @@ def _spread(differences: Sequence[float]) -> tuple[float, float | None, float]:
 # --- curves of the loss ---------------------------------------------------------------------------
 
 
+class Curve(Protocol):
+  """The loss in nats per token as a function of the training tokens D."""
+
+  def loss(self, tokens: float) -> float:
+    """L(D)."""
+    ...
+
+  def tokens(self, loss: float) -> float:
+    """D with L(D) = loss; infinite for a loss that the curve never reaches."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True)
 class LossCurve:
   """L(D) = floor + scale · D^-exponent: the loss in nats per token after D training tokens."""
@@ -136,6 +149,52 @@ class LossCurve:
     if loss <= self.floor or not self.scale:
       return math.inf
     return (self.scale / (loss - self.floor)) ** (1 / self.exponent)
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinedCurve:
+  """Measured losses, joined by straight lines over the logarithm of D.
+
+  It assumes no law. Beyond the first and the last point it goes on as between the two next to it.
+
+  Attributes:
+    points: (tokens, loss), at least two, by tokens; the losses fall or stay.
+  """
+
+  points: tuple[tuple[float, float], ...]
+
+  def loss(self, tokens: float) -> float:
+    """L(D)."""
+    (d, loss), (later, lower) = self._around([point[0] for point in self.points], tokens)
+    return loss + (lower - loss) * math.log(tokens / d) / math.log(later / d)
+
+  def tokens(self, loss: float) -> float:
+    """D with L(D) = loss; infinite where the last points are level and above it."""
+    (d, high), (later, low) = self._around([-point[1] for point in self.points], -loss)
+    if high == low:
+      return d if loss >= high else math.inf
+    return d * (later / d) ** ((high - loss) / (high - low))
+
+  def _around(self, places: Sequence[float], x: float) -> tuple[tuple[float, float], ...]:
+    """The two points between which x lies, or the two next to it."""
+    left = int(np.searchsorted(places, x, side="right")) - 1
+    left = min(max(left, 0), len(places) - 2)
+    return self.points[left], self.points[left + 1]
+
+
+def join_means(tokens: Sequence[float], losses: Sequence[float]) -> JoinedCurve:
+  """The mean losses of each number of tokens, joined; one above the mean before it counts as equal.
+
+  Raises:
+    ValueError: fewer than two different numbers of tokens.
+  """
+  at: dict[float, list[float]] = {}
+  for d, loss in zip(tokens, losses):
+    at.setdefault(float(d), []).append(float(loss))
+  if len(at) < 2:
+    raise ValueError(f"a curve needs losses at two numbers of tokens, got {list(tokens)}")
+  falling = np.minimum.accumulate([statistics.fmean(at[d]) for d in sorted(at)])
+  return JoinedCurve(tuple(zip(sorted(at), map(float, falling))))
 
 
 _EXPONENTS = np.geomspace(0.01, 2.0, 81)
@@ -171,11 +230,17 @@ def fit_curve(tokens: Sequence[float], losses: Sequence[float]) -> LossCurve:
   return LossCurve(float(floor), float(scale) * middle**exponent, exponent)
 
 
+_Curve = TypeVar("_Curve", bound=Curve)
 # Seed -> loss, for each number of training tokens.
 Budgets = Mapping[float, Mapping[int, float]]
 
 
-def bootstrap_curves(budgets: Budgets, draws: int, rng: np.random.Generator) -> list[LossCurve]:
+def bootstrap_curves(
+  budgets: Budgets,
+  draws: int,
+  rng: np.random.Generator,
+  fit: Callable[[Sequence[float], Sequence[float]], _Curve],
+) -> list[_Curve]:
   """Curves fitted to resampled seeds, each budget's for itself.
 
   The spread of the curves is the uncertainty that the choice of seeds leaves; that the form of the
@@ -187,7 +252,7 @@ def bootstrap_curves(budgets: Budgets, draws: int, rng: np.random.Generator) -> 
     losses = [
       loss for found in budgets.values() for loss in rng.choice([*found.values()], len(found))
     ]
-    curves.append(fit_curve(tokens, losses))
+    curves.append(fit(tokens, losses))
   return curves
 
 
@@ -221,6 +286,7 @@ def effective_speedup(
   tokens: float,
   throughputs: Sequence[float],
   *,
+  fit: Callable[[Sequence[float], Sequence[float]], Curve] = fit_curve,
   draws: int = 2000,
   seed: int = 0,
 ) -> Speedup:
@@ -235,16 +301,17 @@ def effective_speedup(
     differences: loss of the variant less that of the baseline, paired by seed, after D tokens.
     tokens: D.
     throughputs: ratios of throughput, one a measured round; one alone counts as exact.
+    fit: makes the curve from tokens and losses: `fit_curve` or `join_means`.
     draws: number of draws for the interval.
     seed: seed of the draws.
 
   Raises:
-    ValueError: fewer than two differences, no throughput, or see `fit_curve`.
+    ValueError: fewer than two differences, no throughput, or as `fit`.
   """
   test = paired_test(differences)
   if test.std is None or not throughputs:
     raise ValueError("an interval needs two paired differences and a throughput")
-  fitted = fit_curve(
+  fitted = fit(
     [d for d, found in budgets.items() for _ in found],
     [loss for found in budgets.values() for loss in found.values()],
   )
@@ -252,7 +319,9 @@ def effective_speedup(
   rng = np.random.default_rng(seed)
   error = test.std / math.sqrt(test.count)
   changes = test.mean + error * rng.standard_t(test.count - 1, draws)
-  data = np.array([saved(c, x) for c, x in zip(bootstrap_curves(budgets, draws, rng), changes)])
+  data = np.array(
+    [saved(c, x) for c, x in zip(bootstrap_curves(budgets, draws, rng, fit), changes)]
+  )
   speed = rng.choice(np.asarray(throughputs, float), (draws, len(throughputs))).mean(axis=1)
   best, ratio = saved(fitted, test.mean), statistics.fmean(throughputs)
   return Speedup(

@@ -56,7 +56,9 @@ def folder(tmp_path):
 
 
 def test_worth_is_data_times_throughput(folder):
-  (found,) = speedups.read_speedups(folder, "gpu")
+  read = speedups.read_speedups(folder, "gpu")
+  assert read is not None
+  (found,) = read.found
   assert (found.variant, found.study, found.link) == (
     "scmoe_pos2",
     "table1_3_language",
@@ -66,14 +68,19 @@ def test_worth_is_data_times_throughput(folder):
   assert found.speedup.throughput.value == pytest.approx(1.2)
   assert found.speedup.effective.value == pytest.approx(1.2 * found.speedup.data.value)
   assert found.speedup.effective.low < 1.5 < found.speedup.effective.high
-  text = speedups.speedups_table([found], "gpu").text(200)
+  # Between D and 2 D the joined curve's line falls less steeply than the law does at D.
+  assert 1.25 < found.joined.data.value < 1.3
+  assert found.joined.throughput == found.speedup.throughput
+  assert read.misfit < 0.002
+  assert "fitted" in read.plot()
+  text = speedups.speedups_table(read, "gpu").text(200)
   assert "experiments/times.json, xl: top, pos2" in text
 
 
 def test_without_enough_results_there_is_none(folder):
-  assert speedups.read_speedups(folder, "cpu") == []
+  assert speedups.read_speedups(folder, "cpu") is None
   shutil.rmtree(folder / "effective_speedup/results/runs")
-  assert speedups.read_speedups(folder, "gpu") == []
+  assert speedups.read_speedups(folder, "gpu") is None
 
 
 def test_ratios_of_rounds_and_of_medians(folder):
@@ -97,4 +104,6 @@ def test_runs_of_another_size_or_text_are_not_compared(folder, other):
   text = {"data": {"digest": "x"}} if other == "text" else {}
   write_results(path, [line | {"plan": plan.digest(line["variant"])} | text for line in lines])
   assert len(read_study(folder / "table1_3_language", "gpu").done) == 4
-  assert speedups.read_speedups(folder, "gpu") == []
+  read = speedups.read_speedups(folder, "gpu")
+  assert read is not None
+  assert read.found == []

@@ -13,6 +13,7 @@ from scmoe.reports.statistics import (
   equivalence,
   fit_curve,
   holm,
+  join_means,
   paired_test,
   t_quantile,
   t_tail,
@@ -123,7 +124,7 @@ def test_intervals_of_curve_and_speedup_hold_the_truth():
     held["effective"] += found.effective.low <= truth * ratio <= found.effective.high
   assert all(count >= 31 for count in held.values()), held  # 40 · 0.95 less three deviations, less
   # what percentiles of 60 draws fall short
-  assert len({c.exponent for c in bootstrap_curves(budgets, 3, rng)}) == 3
+  assert len({c.exponent for c in bootstrap_curves(budgets, 3, rng, fit_curve)}) == 3
 
 
 def test_a_loss_below_the_floor_saves_without_bound():
@@ -132,3 +133,36 @@ def test_a_loss_below_the_floor_saves_without_bound():
   assert found.data.value == math.inf
   with pytest.raises(ValueError, match="two paired differences"):
     effective_speedup(budgets, [-1.0], 1e4, [1.0])
+
+
+@pytest.mark.parametrize("truth", [LossCurve(1.5, 300.0, 0.3), LossCurve(0.0, 40.0, 0.2)])
+def test_a_joined_curve_goes_through_its_points(truth):
+  tokens = [1e6, 2e6, 4e6, 8e6]
+  found = join_means([*tokens, 2e6], [*map(truth.loss, tokens), truth.loss(2e6) + 0.02])
+  for d, more in zip(tokens, (0, 0.01, 0, 0)):
+    assert found.loss(d) == pytest.approx(truth.loss(d) + more)
+    assert found.tokens(truth.loss(d) + more) == pytest.approx(d)
+  # Between two points it is a straight line over log D, and it goes on beyond the last.
+  assert found.loss(math.sqrt(32) * 1e6) == pytest.approx(truth.loss(4e6) / 2 + truth.loss(8e6) / 2)
+  assert found.loss(16e6) == pytest.approx(2 * truth.loss(8e6) - truth.loss(4e6))
+  assert found.tokens(found.loss(16e6)) == pytest.approx(16e6)
+  assert found.tokens(found.loss(5e5)) == pytest.approx(5e5)
+
+
+def test_a_joined_curve_never_rises():
+  found = join_means([1.0, 10.0, 100.0], [3.0, 2.0, 2.5])
+  assert found.points == ((1.0, 3.0), (10.0, 2.0), (100.0, 2.0))
+  assert found.tokens(2.5) == pytest.approx(math.sqrt(10))
+  assert found.tokens(1.9) == math.inf
+  with pytest.raises(ValueError, match="two numbers of tokens"):
+    join_means([1.0, 1.0], [3.0, 2.0])
+
+
+def test_losses_of_no_law_are_worth_what_the_points_say():
+  """Losses that fall faster and faster: the fitted law misses them, the joined curve does not."""
+  budgets = {1e6 * 2**n: dict.fromkeys(range(3), 5.0 - 0.1 * n**2) for n in range(5)}
+  worse = [0.05, 0.05]  # a tenth of what the last doubling before 8e6 tokens brings, 4.6 to 4.1
+  joined = effective_speedup(budgets, worse, 8e6, [1.0], fit=join_means, draws=20)
+  assert joined.data.value == pytest.approx(2**-0.1)
+  fitted = effective_speedup(budgets, worse, 8e6, [1.0], draws=20)
+  assert fitted.data.value < joined.data.value - 0.02

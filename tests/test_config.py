@@ -8,7 +8,7 @@ import json
 import pytest
 
 from scmoe.base.errors import ConfigError
-from scmoe.moe.dispatch.options import TRANSPORTS, Kind
+from scmoe.moe.dispatch.options import TRANSPORTS, DispatchConfig, Kind
 from scmoe.run import build, placement
 from scmoe.run.bounds import MOST
 from scmoe.run.config import (
@@ -441,6 +441,19 @@ def test_steps_are_repeated_where_rows_can_be_left_over(others, why):
     return check_typed(run, ["dispatch.overflow"])
   line = error_of(check_typed, run, ["dispatch.overflow"])
   assert f"dispatch.overflow='repeat' has no effect: {why}" in line
+
+
+@pytest.mark.parametrize("others", [{"dispatch__adaptive_r": 0}, {"mesh__expert": 1}])
+def test_rows_in_fp8_are_asked_for_where_rows_travel(others):
+  run = changed(**({"mesh__expert": 2, "dispatch__fp8": True} | others))
+  assert "dispatch.fp8=True has no effect" in error_of(check_typed, run, ["dispatch.fp8"])
+  check_typed(changed(mesh__expert=2, dispatch__fp8=True), ["dispatch.fp8"])
+
+
+def test_rows_that_a_kernel_puts_are_not_rounded():
+  line = error_of(DispatchConfig, transport="put", fp8=True)
+  assert line.startswith("dispatch.fp8=True rounds rows for an all-to-all")
+  assert line.endswith("use dispatch.transport=dropless")
 
 
 def test_a_capacity_that_drops_nothing_has_peers_buffers():

@@ -183,6 +183,16 @@ def test_traffic_by_hand():
   assert result.traffic.gradients == round(2 * 3 / 4 * replicated)
 
 
+@pytest.mark.parametrize("transport", ["capacity", "packed"])
+def test_rows_in_fp8_are_fewer_bytes_to_the_experts_alone(transport):
+  """A row of 16 float32 numbers, 64 bytes, leaves as 32: 16 numbers, an exponent, zeros to 32."""
+  given = {"mesh__data": 1, "mesh__expert": 4, "dispatch__transport": transport}
+  usual = dry_run(tiny(**given)).traffic
+  fp8 = dry_run(tiny(**given, dispatch__fp8=True)).traffic
+  assert fp8.exchanges == usual.exchanges
+  assert fp8.all_to_all == usual.all_to_all * (3 + 32 / 64) / 4
+
+
 def test_recomputing_sends_nothing_again():
   """Every rematerialisation preset keeps the rows that travelled."""
   for remat in ("dots", "moe", "full"):

@@ -276,6 +276,14 @@ class Exchange:
       return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
     return _hierarchical(x, self)
 
+  def to_experts(self, x: Array, chunk: int | None = None) -> Array:
+    """Sends rows on their way to the experts, as `all_to_all`, whose arguments and result it has.
+
+    Transports send rows through it on this way alone, so that a subclass can let them travel in
+    another form; the experts' results and all gradients go by `all_to_all`.
+    """
+    return self.all_to_all(x, chunk)
+
 
 def _hierarchical(x: Array, exchange: Exchange) -> Array:
   """All-to-all in two steps (Tutel's 2DH): inside each node, then between ranks of all nodes.

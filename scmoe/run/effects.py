@@ -315,13 +315,13 @@ RULES = (
     "set dispatch.transport=packed or dropless",
   ),
   _Rule(
-    ("dispatch.overflow",),
+    ("dispatch.overflow", "dispatch.fp8"),
     lambda run: not run.dispatch.adaptive_r and "adaptive_r" not in _tuned(run),
     "dispatch.adaptive_r=0 gathers the experts' weights and exchanges no rows",
     "set dispatch.adaptive_r=1",
   ),
   _Rule(
-    ("dispatch.overflow",),
+    ("dispatch.overflow", "dispatch.fp8"),
     lambda run: run.mesh.expert == 1,
     "mesh.expert=1 leaves the rows on their device, which has all experts",
     "set mesh.expert to 2 or more",

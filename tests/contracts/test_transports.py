@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from scmoe.kernels.grouped_matmul import FFNWeights
+from scmoe.kernels.grouped_matmul.fp8 import rounded_rows
 from scmoe.moe.dispatch import (
   Capacity,
   DispatchConfig,
@@ -26,6 +27,7 @@ from scmoe.moe.dispatch import (
   dropless,
   make_transport,
 )
+from scmoe.moe.dispatch.fp8_rows import Fp8Exchange, read_rows, row_bytes
 from scmoe.moe.experts import FFNExperts, FFNExpertsConfig
 from scmoe.moe.route import make_routing
 from scmoe.parallel.collectives import Exchange
@@ -97,14 +99,17 @@ def experts_of(E, replicas):
 
 
 @functools.cache
-def compiled(*, devices, transport, chunks=1, nodes=1, slack=1.25, replicas=1, E=8, room=0):
+def compiled(
+  *, devices, transport, chunks=1, nodes=1, slack=1.25, replicas=1, E=8, room=0, fp8=False
+):
   """(x, weight, weights, expert, cotangent) -> y, gradients, rounds, drops; for any routing.
 
   Capacity has `room` rows for each expert and device; 0: for all that there can be.
   """
   mesh = make_mesh(MeshConfig(data=1, expert=devices), num_experts=E)
   size = mesh.shape["expert"]
-  exchange = Exchange("expert", size, nodes) if size > 1 and replicas else Exchange()
+  kind = Fp8Exchange if fp8 else Exchange
+  exchange = kind("expert", size, nodes) if size > 1 and replicas else Exchange()
   with_weights, specs = experts_of(E, replicas)
 
   def local(x, weight, weights, expert):
@@ -266,6 +271,41 @@ def test_two_step_exchange_is_the_linear_one_bit_for_bit(transport, nodes):
   linear, _ = run("zipf", devices=8, transport=transport)
   two_step, _ = run("zipf", devices=8, transport=transport, nodes=nodes)
   jax.tree.map(np.testing.assert_array_equal, two_step, linear)
+
+
+@pytest.mark.parametrize(
+  ("transport", "kind", "options"),
+  [("capacity", "zipf", {"chunks": 2}), ("dropless", "one", {"slack": 1.0}),
+   night("dropless", "zipf", {"chunks": 3, "nodes": 2}),
+   ("packed", "zipf", {"replicas": 2, "E": 2}),
+   night("capacity", "balanced", {"nodes": 4})],
+)  # fmt: skip
+def test_rows_in_fp8_are_the_rounded_rows_bit_for_bit(transport, kind, options):
+  """Values, and gradients as if nothing had been rounded; with overflow rounds, chunks, hosts."""
+  x, *rest = problem(kind, options.get("E", 8))
+  options = {"devices": 8, "transport": transport, **options}
+  want = compiled(**options)(rounded_rows(x), *rest)
+  got = compiled(**options, fp8=True)(x, *rest)
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+  plain = compiled(**options)(x, *rest)
+  assert np.abs(got[0] - plain[0]).max() > 1e-3  # something was rounded
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("width", [8, 128, 200])
+def test_bytes_of_rows_are_read_as_they_were_written(width, dtype):
+  rng = np.random.default_rng(5)
+  x = rng.normal(size=(2, 6, width)) * 10.0 ** rng.integers(-30, 30, (2, 6, 1))
+  x[0, 0], x[1, 2, 3], x[1, 3, 0] = 0, np.nan, np.inf
+  x = jnp.asarray(x, dtype)
+  row = jax.jit(row_bytes)(x)
+  assert row.dtype == jnp.uint8
+  assert row.shape == (2, 6, -(-(width + -(-width // 128)) // 16) * 16)
+  read = jax.jit(read_rows, static_argnums=(1, 2))(row, width, x.dtype)
+  read, want = (np.asarray(a, np.float64) for a in (read, rounded_rows(x)))
+  np.testing.assert_array_equal(read, want)
+  assert np.isnan(read[[1, 1], [2, 3], [3, 0]]).all()
+  assert (read[0, 0] == 0).all()
 
 
 @pytest.mark.parametrize(

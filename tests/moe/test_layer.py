@@ -222,6 +222,21 @@ def test_batched_experts_in_a_call_that_drops_nothing():
       MoEConfig(D, F, E, 2, impl="batched", dispatch=other)
 
 
+@pytest.mark.parametrize("experts_in_fp8", [True, False])
+def test_fp8_rows_add_nothing_to_fp8_experts(experts_in_fp8, mesh8):
+  """Experts that round their input get the same numbers; others do not."""
+  x = np.random.default_rng(3).normal(size=(8, 3, D)).astype(np.float32)
+  results = []
+  for rows_in_fp8 in (False, True):
+    dispatch = DispatchConfig("dropless", fp8=rows_in_fp8)
+    config = MoEConfig(D, F, E, 2, init_std=1.0, out_std=1.0, fp8=experts_in_fp8, dispatch=dispatch)
+    graph, params = nnx.split(drawn_model(lambda c=config: MoE(c, rngs=nnx.Rngs(0)), 1.0))
+    results.append(gradients_of(graph, mesh8)(params, x)[0])
+  plain, rounded = results
+  assert np.array_equal(plain, rounded) == experts_in_fp8
+  np.testing.assert_allclose(plain, rounded, atol=0.2 * np.abs(plain).max())
+
+
 @pytest.mark.parametrize("impl", ["auto", "grouped", "batched", "block_sparse"])
 def test_every_implementation_of_the_experts_is_the_same_layer(impl):
   """`batched` needs padded experts: it is asked of the capacity transport only."""

@@ -66,9 +66,15 @@ def rounded_rows(x_RK: Float[Array, "*R K"]) -> Float[Array, "*R K"]:
   float16, a magnitude of 63,488 or more becomes infinite: fp8 rounds it to 65,536, which float16
   cannot hold.
   """
-  q_RK, scale_RB = _kept(quantised_rows(x_RK))
-  scale_RK = jnp.repeat(scale_RB, BLOCK, axis=-1)[..., : x_RK.shape[-1]]
-  return (q_RK.astype(jnp.float32) * scale_RK).astype(x_RK.dtype)
+  return dequantised_rows(*_kept(quantised_rows(x_RK)), x_RK.dtype)
+
+
+def dequantised_rows(
+  q_RK: Float[Array, "*R K"], scale_RB: Float[Array, "*R B"], dtype: jnp.dtype
+) -> Float[Array, "*R K"]:
+  """The rows, of type `dtype`, that `quantised_rows` gave as fp8 numbers and scales."""
+  scale_RK = jnp.repeat(scale_RB, BLOCK, axis=-1)[..., : q_RK.shape[-1]]
+  return (q_RK.astype(jnp.float32) * scale_RK).astype(dtype)
 
 
 def rounded_matrices(w_GKN: Float[Array, "G K N"]) -> Float[Array, "G K N"]:

@@ -187,7 +187,7 @@ class Capacity:
       part = rows_RD.reshape(ranks, num_experts // ranks, -1, x_TD.shape[-1])
       # With `train.remat` dots or full, `jax.checkpoint` keeps the values named "moe_rows": the
       # backward pass exchanges no row again.
-      rows.append(checkpoint_name(self.exchange.all_to_all(part, chunk), "moe_rows"))
+      rows.append(checkpoint_name(self.exchange.to_experts(part, chunk), "moe_rows"))
       layouts.append(padded_layout(*part.shape[:3]))
       permutations.append(permutation)
     one, sent = jnp.ones((), jnp.int32), tuple(permutations)

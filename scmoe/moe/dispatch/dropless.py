@@ -179,7 +179,7 @@ class Dropless:
       rows_RD = sent.rows_RD
       if not self.delivers:
         packed = rows_RD.reshape(self.exchange.size, size, -1)
-        rows_RD = self.exchange.all_to_all(packed, chunk).reshape(rows_RD.shape)
+        rows_RD = self.exchange.to_experts(packed, chunk).reshape(rows_RD.shape)
       # With `train.remat` dots or full, `jax.checkpoint` keeps the values named "moe_rows": the
       # backward pass exchanges no row of the first round again.
       rows.append(checkpoint_name(rows_RD, "moe_rows"))
@@ -287,7 +287,7 @@ class Dropless:
       input_TK, weight_TK = (given_TK, jnp.ones_like(given_TK)) if before else (None, given_TK)
       with jax.named_scope("dispatch"):
         rows_RD, queues = _send_buffer(x_TD, input_TK, queues, window)
-        arrived = self.exchange.all_to_all(rows_RD.reshape(peers, size, -1))
+        arrived = self.exchange.to_experts(rows_RD.reshape(peers, size, -1))
       run = experts if graph is None else nnx.merge(graph, state)
       with jax.named_scope("experts"):
         done_RD = run(arrived.reshape(rows_RD.shape), _layout_of_window(queues, low, size))

@@ -90,6 +90,12 @@ class DispatchConfig(Options, path="dispatch"):
     "one in which rows are left over changes nothing and is run again with the loops",
     choices=("loop", "repeat"),
   )
+  fp8: bool = option(
+    False,
+    "capacity, packed or dropless: rows travel to their experts in fp8, e4m3 with a scale for each "
+    "128 numbers: half of bfloat16's bytes. The experts' results, and gradients, travel as they "
+    "are (DeepEP use_fp8)",
+  )
   groups: int = option(
     0,
     "capacity groups the batch is split into; a multiple of the devices that share its tokens "
@@ -115,6 +121,19 @@ class DispatchConfig(Options, path="dispatch"):
   ablation: DispatchAblation = section(
     DispatchAblation, "parts of the exchange that only ablations set apart"
   )
+
+  def __post_init__(self) -> None:
+    """Checks every option for itself, and that a transport can send rows in fp8.
+
+    Raises:
+      ConfigError: one cannot be used.
+    """
+    super().__post_init__()
+    if self.fp8 and self.transport == "put":
+      raise ConfigError(
+        "dispatch.fp8=True rounds rows for an all-to-all, and dispatch.transport=put writes them "
+        "into the other device's memory as they are; use dispatch.transport=dropless"
+      )
 
   @property
   def kind(self) -> Kind | None:

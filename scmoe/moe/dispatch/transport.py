@@ -15,6 +15,7 @@ from scmoe.base.extensions import construct, is_import_path
 from scmoe.base.options import check_choice, check_type, check_whole
 from scmoe.moe.dispatch.capacity import Capacity, capacity
 from scmoe.moe.dispatch.dropless import Dropless
+from scmoe.moe.dispatch.fp8_rows import Fp8Exchange
 from scmoe.moe.dispatch.local import Local
 from scmoe.moe.dispatch.options import DispatchConfig
 from scmoe.moe.dispatch.packed import Packed
@@ -251,7 +252,8 @@ def make_exchange(config: DispatchConfig) -> Exchange:
   size = axis_size("expert")
   if size == 1 or config.adaptive_r == 0:
     return Exchange()
-  return Exchange("expert", size, config.nodes, config.ablation.silent)
+  kind = Fp8Exchange if config.fp8 else Exchange
+  return kind("expert", size, config.nodes, config.ablation.silent)
 
 
 def _local_groups(config: DispatchConfig) -> int:

@@ -31,7 +31,15 @@ if "--tiny" in sys.argv:
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
   os.environ["JAX_PLATFORMS"] = "cpu"
 
-from shared_state import StepArm, configured, machine, out_file, prepare  # noqa: E402
+from shared_state import (  # noqa: E402
+  MODEL,
+  StepArm,
+  configured,
+  machine,
+  out_file,
+  prepare,
+  step_arm,
+)
 from where import Where  # noqa: E402
 
 from scmoe.profiling.clock import Paid  # noqa: E402
@@ -39,20 +47,9 @@ from scmoe.profiling.timer import Arm, interleave, speed_up  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.run.controls import exchanges_alone, without_exchanges  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
-from scmoe.training.fastest import Steps  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
-from scmoe.training.variants import Variant  # noqa: E402
 
 ARMS = {"top-2": {"model.wiring": "top2"}, "Pos-2": {"model.wiring": "scmoe_pos2"}}
-MODEL = {
-  "mesh.expert": "2",
-  "mesh.data": "1",
-  "model.num_layers": "8",
-  "train.batch_size": "16",
-  "train.tokens_per_step": "131072",
-  "dispatch.transport": "packed",
-  "overlap.search_seconds": "0",
-}
 TINY = {"model.num_layers": "4", "train.batch_size": "8", "train.tokens_per_step": "0"}
 
 
@@ -95,16 +92,11 @@ def main() -> None:
     for name, own_fields in arms.items():
       run = configured(args.config, fields | own_fields, tiny=args.tiny)
       own = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
-      if run.model.wiring not in states:
-        states[run.model.wiring] = MeasuredState(build.build(own))
-      shared = states[run.model.wiring]
       kinds = {name: own}
       if args.controls is None or name in args.controls.split(","):
         kinds[f"{name} without"] = without_exchanges(own)
       for kind, of in kinds.items():
-        built = build.build(of)
-        step = Steps(built, built.abstract_state(), args.out / "profiles")(Variant())
-        steps[kind] = StepArm(step, shared)
+        steps[kind] = step_arm(of, states, args.out / "profiles")
     failed = prepare(steps, arms)
     timed: dict[str, Arm] = {k: arm for k, arm in steps.items() if k not in failed}
     for name in [name for name in arms if {name, f"{name} without"} <= set(timed)]:
@@ -113,10 +105,7 @@ def main() -> None:
       arm(2)
       timed[f"{name} alone"] = arm
   timings = interleave(timed, rounds=args.rounds, calls=args.calls)
-  rounds = {}  # of exchanges, after all turns: the router may have changed
-  for name in [name for name in arms if name not in failed]:
-    steps[name](1)
-    rounds[name] = steps[name].shared.rounds
+  rounds = {name: steps[name].rounds() for name in arms if name not in failed}
 
   paid = {
     name: Paid(*(timings[name + kind] for kind in ("", " without", " alone")))

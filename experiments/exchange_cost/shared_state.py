@@ -12,11 +12,25 @@ from typing import Any
 
 import jax
 
+from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.fields import with_field
+from scmoe.training.fastest import Steps
 from scmoe.training.guided import GuidedStep
 from scmoe.training.measured import MeasuredState
+from scmoe.training.variants import Variant
+
+# Fields of the arms of run.py and wirings.py, beside those of the configuration.
+MODEL = {
+  "mesh.expert": "2",
+  "mesh.data": "1",
+  "model.num_layers": "8",
+  "train.batch_size": "16",
+  "train.tokens_per_step": "131072",
+  "dispatch.transport": "packed",
+  "overlap.search_seconds": "0",
+}
 
 
 def configured(config: str, fields: Mapping[str, str], *, tiny: bool = False) -> RunConfig:
@@ -40,10 +54,30 @@ class StepArm:
     """Traces and lowers; `finish` has XLA compile."""
     self.step.compile(self.shared.abstract, self.shared.batch, later=True)
 
+  def rounds(self) -> float:
+    """Rounds of an exchange in one more step, which it runs; the router may have changed."""
+    self(1)
+    return self.shared.rounds
+
   @property
   def jaxpr(self) -> Any:
     """The step as jax traced it."""
     return self.step.step.trace(self.shared.abstract, self.shared.batch).jaxpr
+
+
+def step_arm(run: RunConfig, states: dict[str, MeasuredState], profiles: Path) -> StepArm:
+  """The step of a resolved run, on the state of its wiring, which is made if `states` lacks it.
+
+  Args:
+    run: resolved.
+    states: by wiring.
+    profiles: folder of the measured times.
+  """
+  built = build.build(run)
+  if run.model.wiring not in states:
+    states[run.model.wiring] = MeasuredState(built)
+  step = Steps(built, built.abstract_state(), profiles)(Variant())
+  return StepArm(step, states[run.model.wiring])
 
 
 def prepare(arms: Mapping[str, StepArm], alone: Iterable[str]) -> dict[str, str]:

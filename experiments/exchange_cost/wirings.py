@@ -5,10 +5,11 @@
   python experiments/exchange_cost/wirings.py --tiny        two simulated devices, to see it run
 
 The model is that of run.py, with four layers, eight experts and a small vocabulary. Every wiring
-has an arm in XLA's order, and with --chunks a second one whose rows travel in two chunks. A
-shortcut's chunks stand in slots that barriers hold, two steps of the main path after which its
-experts compute; the others' are XLA's to place. No schedule is searched for. Writes
-FOLDER/NAME.json and FOLDER/NAME.txt (--out, runs/exchange_cost by default).
+has an arm in XLA's order. With --chunks it has a second arm, whose rows travel in two chunks. A
+wiring with a shortcut then computes each chunk's experts in a slot, after a step of the main path
+that `SLOTS` names, and barriers hold that order; of the others XLA orders the chunks. No schedule
+is searched for. Speed-ups are over the faster arm of top2. Writes FOLDER/NAME.json and
+FOLDER/NAME.txt (--out, runs/exchange_cost by default).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -25,26 +27,26 @@ if "--tiny" in sys.argv:
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
   os.environ["JAX_PLATFORMS"] = "cpu"
 
-from shared_state import StepArm, configured, machine, out_file, prepare  # noqa: E402
+from shared_state import (  # noqa: E402
+  MODEL,
+  StepArm,
+  configured,
+  machine,
+  out_file,
+  prepare,
+  step_arm,
+)
 
-from scmoe.profiling.timer import interleave, speed_up  # noqa: E402
-from scmoe.run import build  # noqa: E402
+from scmoe.profiling.timer import interleave  # noqa: E402
+from scmoe.training.card import environment, origin  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
-from scmoe.training.fastest import Steps  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
-from scmoe.training.variants import Variant  # noqa: E402
 
 VOCABULARY = 8192  # small: the head is not what is compared
-MODEL = {
-  "mesh.expert": "2",
-  "mesh.data": "1",
+SIZES = {
   "model.num_layers": "4",
   "model.num_experts": "8",
   "model.vocab_size": str(VOCABULARY),
-  "train.batch_size": "16",
-  "train.tokens_per_step": "131072",
-  "dispatch.transport": "packed",
-  "overlap.search_seconds": "0",
 }
 TINY = {"train.batch_size": "8", "train.tokens_per_step": "0"}
 BASE = "top2"
@@ -85,55 +87,51 @@ def main() -> None:
   )
   parser.add_argument("--config", default="gpt2_moe_medium")
   parser.add_argument("--name", default="wirings-nvlink", help="of the results")
-  parser.add_argument("--wirings", default=",".join(WIRINGS), help="names, with commas")
+  parser.add_argument(
+    "--wirings", nargs="+", default=[*WIRINGS], choices=[*WIRINGS], help="which to time"
+  )
   parser.add_argument("--chunks", action="store_true", help="also arms whose rows go in two chunks")
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--calls", type=int, default=2, help="steps that are timed together")
   parser.add_argument("--tiny", action="store_true")
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
   args = parser.parse_args()
-  fields = MODEL | (TINY if args.tiny else {})
-  arms = arms_of(args.wirings.split(","), chunks=args.chunks)
-  file = out_file(args.out, args.name)
+  given, file = environment(), out_file(args.out, args.name)
+  fields = MODEL | SIZES | (TINY if args.tiny else {})
+  arms = arms_of(args.wirings, chunks=args.chunks)
 
   steps: dict[str, StepArm] = {}
   states: dict[str, MeasuredState] = {}
   with kept_programs(args.out / "programs"):
     for name, own in arms.items():
       run = configured(args.config, fields | own, tiny=args.tiny)
-      built = build.build(run.resolve(num_devices=2, vocab_size=VOCABULARY))
-      wiring = name.removesuffix(" in chunks")
-      if wiring not in states:
-        states[wiring] = MeasuredState(built)
-      step = Steps(built, built.abstract_state(), args.out / "profiles")(Variant())
-      steps[name] = StepArm(step, states[wiring])
+      run = run.resolve(num_devices=2, vocab_size=VOCABULARY)
+      steps[name] = step_arm(run, states, args.out / "profiles")
     failed = prepare(steps, [name for name in ALONE if name in steps])
     timings = interleave(
       {name: arm for name, arm in steps.items() if name not in failed},
       rounds=args.rounds,
       calls=args.calls,
     )
-  rounds = {}  # of exchanges, after all turns: the router may have changed
-  for name in timings:
-    steps[name](1)
-    rounds[name] = steps[name].shared.rounds
+  rounds = {name: steps[name].rounds() for name in timings}
   result = {
-    "label": args.config,
+    "label": "quickstart" if args.tiny else args.config,
     "machine": machine(""),
-    "command": " ".join(["python", *sys.argv]),
+    **origin("wirings", sys.argv[1:], given),
+    "command": shlex.join(["python", *sys.argv]),
     "fields": fields,
     "options": arms,
     "arms": {name: timing.as_json() for name, timing in timings.items()},
     "rounds": rounds,
     "failed": failed,
   }
-  base = timings[BASE]
-  lines = [
-    f"{name:24} {1e3 * time.median:8.2f} ms  {speed_up(base, time):.3f}x  {rounds[name]:.2f} rounds"
-    for name, time in timings.items()
-  ]
-  text = "\n".join([f"{args.config}, {', '.join(result['machine'].values())}", *lines])
   file.write_text(json.dumps([result], indent=1) + "\n")
+  base = min((t.median for name, t in timings.items() if name.split()[0] == BASE), default=None)
+  lines = [f"{result['label']}, {', '.join(result['machine'].values())}"]
+  for name, time in timings.items():
+    ratio = f"{base / time.median:.3f}x" if base else ""
+    lines.append(f"{name:24} {1e3 * time.median:8.2f} ms  {ratio}  {rounds[name]:.2f} rounds")
+  text = "\n".join(lines)
   file.with_suffix(".txt").write_text(text + "\n")
   print(text)
 

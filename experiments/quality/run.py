@@ -37,8 +37,8 @@ STUDIES = (
   "moe_every",
   "experts",
   "table6_7",
-  "table1_3_language",
   "effective_speedup",
+  "table1_3_language",
 )
 # Flags that name variants or folders of one study.
 _OF_ONE = ("only", "workdir")

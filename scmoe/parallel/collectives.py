@@ -276,13 +276,9 @@ class Exchange:
       return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
     return _hierarchical(x, self)
 
-  def to_experts(self, x: Array, chunk: int | None = None) -> Array:
-    """Sends rows on their way to the experts, as `all_to_all`, whose arguments and result it has.
-
-    Transports send rows through it on this way alone, so that a subclass can let them travel in
-    another form; the experts' results and all gradients go by `all_to_all`.
-    """
-    return self.all_to_all(x, chunk)
+  # Transports send rows to the experts by this name, and the experts' results back by the other, so
+  # that a subclass can let rows travel to the experts in another form. Here it is one method.
+  to_experts = all_to_all
 
 
 def _hierarchical(x: Array, exchange: Exchange) -> Array:

@@ -1,10 +1,10 @@
 """Effective speed-ups of a folder of studies: data saved times throughput, for each link.
 
-The baseline's curve is the study effective_speedup. The losses of a variant are those of the first
-study, by name, that trains it with the curve's configuration, and effective_speedup/speeds.json
-names where throughputs were measured:
+The baseline's curve is the study effective_speedup. Its file speeds.json names, for each variant,
+the study that trains it and where throughputs were measured:
 
-  {LINK: {VARIANT: {"file": results of experiments/, "label": row, "base": arm, "arm": arm}}}
+  {LINK: {VARIANT: {"study": name, "file": results of experiments/, "label": row, "base": arm,
+                    "arm": arm}}}
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from scmoe.reports.plots import lines_plot
 from scmoe.reports.statistics import (
   Budgets,
   Estimate,
-  LossCurve,
   Speedup,
+  curves_of,
   effective_speedup,
   fit_curve,
   join_means,
 )
-from scmoe.reports.studies import Result, Study, read_study, text_of
+from scmoe.reports.studies import Study, read_study, text_of
 from scmoe.reports.tables import Table
 
 CURVE, SPEEDS = "effective_speedup", "speeds.json"
-_SPEEDS_SHAPE = {"*": {"*": {"file": str, "label": str, "base": str, "arm": str}}}
+_SPEEDS_SHAPE = {"*": {"*": {"study": str, "file": str, "label": str, "base": str, "arm": str}}}
 _TIMES_SHAPE = [{"label": str, "arms": {"*": {"ms": float, "rounds_ms": Maybe([float])}}}]
 
 
@@ -42,18 +42,20 @@ class Worth:
 
   Attributes:
     variant: its name in the study.
-    study: whose runs of the variant are compared with the baseline's.
+    study: the study of the variant.
+    pairs: runs of the variant that were compared with one of the baseline, of the same seed.
     link: between GPUs.
     source: file, row and arms of the throughput.
-    speedup: by the fitted curve, with intervals.
+    fitted: by the fitted curve, with intervals.
     joined: by the curve that joins the measured losses.
   """
 
   variant: str
   study: str
+  pairs: int
   link: str
   source: str
-  speedup: Speedup
+  fitted: Speedup
   joined: Speedup
 
 
@@ -62,38 +64,23 @@ class Speedups:
   """The baseline's losses, and what they make the variants worth.
 
   Attributes:
-    budgets: of the baseline, at least three numbers of tokens.
+    means: mean loss of the baseline after each number of tokens, by tokens.
+    fitted: loss of the fitted curve after `means`' tokens, and some between.
     found: one for each variant and link.
   """
 
-  budgets: Budgets
+  means: dict[float, float]
+  fitted: dict[float, float]
   found: list[Worth]
-
-  @property
-  def fitted(self) -> LossCurve:
-    """The baseline's fitted curve."""
-    points = [(d, loss) for d, found in self.budgets.items() for loss in found.values()]
-    return fit_curve([d for d, _ in points], [loss for _, loss in points])
-
-  @property
-  def means(self) -> dict[float, float]:
-    """Tokens -> the baseline's mean loss, by tokens."""
-    return {d: statistics.fmean(self.budgets[d].values()) for d in sorted(self.budgets)}
 
   @property
   def misfit(self) -> float:
     """By how much the fitted curve misses a mean loss, at most, in nats per token."""
-    fitted = self.fitted
-    return max(abs(fitted.loss(d) - loss) for d, loss in self.means.items())
+    return max(abs(self.fitted[d] - loss) for d, loss in self.means.items())
 
   def plot(self) -> str:
     """The baseline's mean losses, joined, and its fitted curve, as an SVG element."""
-    means, fitted = self.means, self.fitted
-    between = np.geomspace(min(means), max(means), 40)
-    lines = {
-      "measured": list(means.items()),
-      "fitted": [(float(d), fitted.loss(float(d))) for d in between],
-    }
+    lines = {"measured": [*self.means.items()], "fitted": sorted(self.fitted.items())}
     return lines_plot(lines, "the baseline's loss after millions of training tokens", unit=1e6)
 
 
@@ -109,9 +96,12 @@ def ratios(path: Path, label: str, base: str, arm: str) -> list[float]:
   """Throughput of an arm over the base's: of each round, or of the medians if only they were kept.
 
   Raises:
-    DataError: the file has no such row or arm.
+    DataError: there is no such file, or it has no such row or arm.
   """
-  rows = read_json(path, _TIMES_SHAPE)
+  try:
+    rows = read_json(path, _TIMES_SHAPE)
+  except FileNotFoundError:
+    raise DataError(f"{path} does not exist, and {SPEEDS} names it; give its path there") from None
   arms = next((row["arms"] for row in rows if row["label"] == label), {})
   if missing := [name for name in (base, arm) if name not in arms]:
     raise DataError(f"{path} has no arm {missing[0]!r} in the row {label!r}")
@@ -141,48 +131,59 @@ def read_speedups(folder: Path, scale: str) -> Speedups | None:
   budgets = budgets_of(baseline)
   if len(budgets) < 3:
     return None
+  fitted, joined = curves_of(budgets, fit_curve), curves_of(budgets, join_means)
   found = []
-  compared = compared_with(baseline, folder, scale)
   for link, variants in speeds.items():
     for variant, source in variants.items():
-      if variant not in compared:
-        continue
-      study, runs = compared[variant]
-      tokens = next(iter(runs.values()))["tokens"]
-      metric, base = baseline.plan.metric, budgets.get(tokens, {})
-      pairs = [float(r["final"][metric]) - base[seed] for seed, r in runs.items() if seed in base]
+      pairs, tokens = differences(baseline, budgets, folder / source["study"], variant)
       if len(pairs) < 2:
         continue
       where = folder.parents[1] / source["file"]
       measured = ratios(where, source["label"], source["base"], source["arm"])
       named = f"{source['file']}, {source['label']}: {source['base']}, {source['arm']}"
-      fitted = effective_speedup(budgets, pairs, tokens, measured)
-      joined = effective_speedup(budgets, pairs, tokens, measured, fit=join_means)
-      found.append(Worth(variant, study, link, named, fitted, joined))
-  return Speedups(budgets, found)
+      worth = (effective_speedup(own, pairs, tokens, measured) for own in (fitted, joined))
+      found.append(Worth(variant, source["study"], len(pairs), link, named, *worth))
+  means = {d: statistics.fmean(budgets[d].values()) for d in sorted(budgets)}
+  between = map(float, np.geomspace(min(means), max(means), 40))
+  return Speedups(means, {d: fitted.best.loss(d) for d in (*means, *between)}, found)
 
 
-def compared_with(
-  baseline: Study, folder: Path, scale: str
-) -> dict[str, tuple[str, dict[int, Result]]]:
-  """The runs that can be compared with a baseline's, by variant: name of the study, seed -> run.
+def differences(
+  baseline: Study, budgets: Budgets, place: Path, variant: str
+) -> tuple[list[float], float]:
+  """Losses of a study's variant less the baseline's, by seed, and after how many tokens.
 
-  They share the baseline's configuration, but for the fields of their variant, and its text.
+  Runs of another configuration than the baseline's (but for the fields of the variant), of another
+  text, or of a number of tokens that the baseline lacks give none, and so does a study that is not
+  registered at the scale.
+
+  Args:
+    baseline: the study of the curve.
+    budgets: its losses.
+    place: folder of the variant's study.
+    variant: its name there.
 
   Raises:
-    DataError: plans or results cannot be used.
+    DataError: the study's plan or results cannot be used, or it has no such variant.
   """
+  try:
+    study = read_study(place, baseline.plan.scale)
+  except FileNotFoundError:
+    return [], 0.0
+  if variant not in study.plan.variants:
+    raise DataError(f"{SPEEDS} names {variant}, which {place} does not train; name a variant of it")
   text = next((text_of(result.get("data", {})) for result in baseline.done.values()), {})
-  found: dict[str, tuple[str, dict[int, Result]]] = {}
-  for path in sorted(folder.glob(f"*/results/plan-{scale}.json")):
-    study = read_study(path.parents[1], scale)
-    if study.plan.config != baseline.plan.config:
-      continue
-    for (variant, seed), result in study.done.items():
-      named, runs = found.setdefault(variant, (study.plan.study, {}))
-      if named == study.plan.study and text_of(result.get("data", {})) == text:
-        runs[seed] = result
-  return {variant: (named, runs) for variant, (named, runs) in found.items() if runs}
+  if study.plan.config != baseline.plan.config:
+    return [], 0.0
+  runs = {
+    seed: result
+    for (name, seed), result in study.done.items()
+    if name == variant and text_of(result.get("data", {})) == text
+  }
+  tokens = next((result["tokens"] for result in runs.values()), 0.0)
+  base, metric = budgets.get(tokens, {}), baseline.plan.metric
+  pairs = [float(r["final"][metric]) - base[seed] for seed, r in runs.items() if seed in base]
+  return pairs, tokens
 
 
 def speedups_table(speedups: Speedups, scale: str) -> Table:
@@ -191,18 +192,19 @@ def speedups_table(speedups: Speedups, scale: str) -> Table:
     (
       one.variant,
       one.study,
+      str(one.pairs),
       one.link,
       _interval(one.joined.data),
       _interval(one.joined.throughput),
       _interval(one.joined.effective),
-      _interval(one.speedup.data),
-      _interval(one.speedup.effective),
+      _interval(one.fitted.data),
+      _interval(one.fitted.effective),
       one.source,
     )
     for one in speedups.found
   )
-  heads = ("variant", "runs of", "link", "Sc, joined", "throughput", "Sw, joined", "Sc, fitted",
-           "Sw, fitted", "measured in")  # fmt: skip
+  heads = ("variant", "study", "pairs", "link", "Sc, joined", "throughput", "Sw, joined",
+           "Sc, fitted", "Sw, fitted", "measured in")  # fmt: skip
   title = (
     f"Effective speed-up over top2, {scale}, by the baseline's measured losses, joined, and by the "
     f"curve fitted to them, which misses them by up to {speedups.misfit:.3f} nats"

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from scipy import optimize, special
@@ -155,7 +155,8 @@ class LossCurve:
 class JoinedCurve:
   """Measured losses, joined by straight lines over the logarithm of D.
 
-  It assumes no law. Beyond the first and the last point it goes on as between the two next to it.
+  It assumes no law. Before the first point and behind the last it goes on as between the two next
+  to it.
 
   Attributes:
     points: (tokens, loss), at least two, by tokens; the losses fall or stay.
@@ -165,21 +166,33 @@ class JoinedCurve:
 
   def loss(self, tokens: float) -> float:
     """L(D)."""
-    (d, loss), (later, lower) = self._around([point[0] for point in self.points], tokens)
-    return loss + (lower - loss) * math.log(tokens / d) / math.log(later / d)
+    later = int(np.searchsorted([d for d, _ in self.points], tokens))
+    (d, loss), (next_d, lower) = self._line(later)
+    return loss + (lower - loss) * math.log(tokens / d) / math.log(next_d / d)
 
   def tokens(self, loss: float) -> float:
-    """D with L(D) = loss; infinite where the last points are level and above it."""
-    (d, high), (later, low) = self._around([-point[1] for point in self.points], -loss)
-    if high == low:
-      return d if loss >= high else math.inf
-    return d * (later / d) ** ((high - loss) / (high - low))
+    """The least D at which the curve is at `loss` or below.
 
-  def _around(self, places: Sequence[float], x: float) -> tuple[tuple[float, float], ...]:
-    """The two points between which x lies, or the two next to it."""
-    left = int(np.searchsorted(places, x, side="right")) - 1
-    left = min(max(left, 0), len(places) - 2)
-    return self.points[left], self.points[left + 1]
+    Infinite for a loss below level last points, or so far off that no float holds D; 0 for a loss
+    above level first points.
+    """
+    lower = int(np.searchsorted([-own for _, own in self.points], -loss))
+    (d, high), (next_d, low) = self._line(lower)
+    if loss == high:
+      return d
+    if high == low:
+      return math.inf if loss < low else 0.0
+    steps = (high - loss) / (high - low)
+    exponent = math.log(d) + math.log(next_d / d) * steps
+    return math.exp(exponent) if exponent < _MOST_EXPONENT else math.inf
+
+  def _line(self, right: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The points left and right of a place, or the two next to it; `right` is the right one's."""
+    right = min(max(right, 1), len(self.points) - 1)
+    return self.points[right - 1], self.points[right]
+
+
+_MOST_EXPONENT = 700.0  # math.exp of it is still a float
 
 
 def join_means(tokens: Sequence[float], losses: Sequence[float]) -> JoinedCurve:
@@ -230,30 +243,45 @@ def fit_curve(tokens: Sequence[float], losses: Sequence[float]) -> LossCurve:
   return LossCurve(float(floor), float(scale) * middle**exponent, exponent)
 
 
-_Curve = TypeVar("_Curve", bound=Curve)
 # Seed -> loss, for each number of training tokens.
 Budgets = Mapping[float, Mapping[int, float]]
 
 
-def bootstrap_curves(
-  budgets: Budgets,
-  draws: int,
-  rng: np.random.Generator,
-  fit: Callable[[Sequence[float], Sequence[float]], _Curve],
-) -> list[_Curve]:
-  """Curves fitted to resampled seeds, each budget's for itself.
+@dataclasses.dataclass(frozen=True)
+class Curves:
+  """A curve of all runs of a baseline, and curves of resampled ones.
 
-  The spread of the curves is the uncertainty that the choice of seeds leaves; that the form of the
+  The spread of `resampled` is the uncertainty that the choice of seeds leaves. That the form of the
   curve is wrong is not in it.
   """
+
+  best: Curve
+  resampled: Sequence[Curve]
+
+
+def curves_of(
+  budgets: Budgets,
+  fit: Callable[[Sequence[float], Sequence[float]], Curve],
+  *,
+  draws: int = 2000,
+  seed: int = 0,
+) -> Curves:
+  """The curve of a baseline, and `draws` of them with the seeds of each number of tokens resampled.
+
+  Args:
+    budgets: losses of the baseline.
+    fit: makes a curve from tokens and losses: `fit_curve` or `join_means`.
+    draws, seed: of the resampling.
+
+  Raises:
+    ValueError: as `fit`.
+  """
+  rng = np.random.default_rng(seed)
   tokens = [d for d, found in budgets.items() for _ in found]
-  curves = []
-  for _ in range(draws):
-    losses = [
-      loss for found in budgets.values() for loss in rng.choice([*found.values()], len(found))
-    ]
-    curves.append(fit(tokens, losses))
-  return curves
+  losses = [[*found.values()] for found in budgets.values()]
+  again = lambda: [loss for own in losses for loss in rng.choice(own, len(own))]
+  best = fit(tokens, [loss for own in losses for loss in own])
+  return Curves(best, [fit(tokens, again()) for _ in range(draws)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,49 +309,39 @@ class Speedup:
 
 
 def effective_speedup(
-  budgets: Budgets,
+  curves: Curves,
   differences: Sequence[float],
   tokens: float,
   throughputs: Sequence[float],
   *,
-  fit: Callable[[Sequence[float], Sequence[float]], Curve] = fit_curve,
-  draws: int = 2000,
   seed: int = 0,
 ) -> Speedup:
   """Sc, the ratio of throughputs, and Sw, with intervals.
 
-  Sc = curve.tokens(curve.loss(D) + mean difference) / D. Each draw takes a curve of
-  `bootstrap_curves`, a mean difference from Student's t around the measured one, and a ratio of
-  throughputs drawn from those measured; the interval is that of the draws from 2.5 to 97.5 %.
+  Sc = curve.tokens(curve.loss(D) + mean difference) / D. For each curve of `curves.resampled` a
+  mean difference is drawn from Student's t around the measured one, and a ratio of throughputs from
+  those measured; the interval is that of these draws from 2.5 to 97.5 %.
 
   Args:
-    budgets: losses of the baseline at several numbers of tokens.
+    curves: of the baseline (`curves_of`).
     differences: loss of the variant less that of the baseline, paired by seed, after D tokens.
     tokens: D.
     throughputs: ratios of throughput, one a measured round; one alone counts as exact.
-    fit: makes the curve from tokens and losses: `fit_curve` or `join_means`.
-    draws: number of draws for the interval.
-    seed: seed of the draws.
+    seed: of the draws.
 
   Raises:
-    ValueError: fewer than two differences, no throughput, or as `fit`.
+    ValueError: fewer than two differences, or no throughput.
   """
   test = paired_test(differences)
   if test.std is None or not throughputs:
     raise ValueError("an interval needs two paired differences and a throughput")
-  fitted = fit(
-    [d for d, found in budgets.items() for _ in found],
-    [loss for found in budgets.values() for loss in found.values()],
-  )
   saved = lambda curve, change: curve.tokens(curve.loss(tokens) + change) / tokens
-  rng = np.random.default_rng(seed)
+  rng, draws = np.random.default_rng(seed), len(curves.resampled)
   error = test.std / math.sqrt(test.count)
   changes = test.mean + error * rng.standard_t(test.count - 1, draws)
-  data = np.array(
-    [saved(c, x) for c, x in zip(bootstrap_curves(budgets, draws, rng, fit), changes)]
-  )
+  data = np.array([saved(c, float(x)) for c, x in zip(curves.resampled, changes)])
   speed = rng.choice(np.asarray(throughputs, float), (draws, len(throughputs))).mean(axis=1)
-  best, ratio = saved(fitted, test.mean), statistics.fmean(throughputs)
+  best, ratio = saved(curves.best, test.mean), statistics.fmean(throughputs)
   return Speedup(
     _estimate(best, data), _estimate(ratio, speed), _estimate(best * ratio, data * speed)
   )

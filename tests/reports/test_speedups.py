@@ -49,8 +49,9 @@ def folder(tmp_path):
   times = [{"label": "xl", "arms": {"top": {"ms": 12.0}, "pos2": {"ms": 10.0},
             "pos3": {"ms": 9.0, "rounds_ms": [9.0, 9.5]}}}]  # fmt: skip
   (tmp_path / "experiments/times.json").write_text(json.dumps(times))
-  source = {"file": "experiments/times.json", "label": "xl", "base": "top", "arm": "pos2"}
-  speeds = {"slow link": {"scmoe_pos2": source, "scmoe_pos9": source}}
+  source = {"study": "table1_3_language", "file": "experiments/times.json", "label": "xl",
+            "base": "top", "arm": "pos2"}  # fmt: skip
+  speeds = {"slow link": {"scmoe_pos2": source, "dgmoe": source | {"study": "table6_7"}}}
   (quality / "effective_speedup/speeds.json").write_text(json.dumps(speeds))
   return quality
 
@@ -59,20 +60,16 @@ def test_worth_is_data_times_throughput(folder):
   read = speedups.read_speedups(folder, "gpu")
   assert read is not None
   (found,) = read.found
-  assert (found.variant, found.study, found.link) == (
-    "scmoe_pos2",
-    "table1_3_language",
-    "slow link",
-  )
-  assert found.speedup.data.value == pytest.approx(1.25, abs=0.02)
-  assert found.speedup.throughput.value == pytest.approx(1.2)
-  assert found.speedup.effective.value == pytest.approx(1.2 * found.speedup.data.value)
-  assert found.speedup.effective.low < 1.5 < found.speedup.effective.high
+  assert (found.variant, found.study, found.pairs) == ("scmoe_pos2", "table1_3_language", 2)
+  assert found.link == "slow link"
+  assert found.fitted.data.value == pytest.approx(1.25, abs=0.02)
+  assert found.fitted.throughput.value == pytest.approx(1.2)
+  assert found.fitted.effective.value == pytest.approx(1.2 * found.fitted.data.value)
+  assert found.fitted.effective.low < 1.5 < found.fitted.effective.high
   # Between D and 2 D the joined curve's line falls less steeply than the law does at D.
   assert 1.25 < found.joined.data.value < 1.3
-  assert found.joined.throughput == found.speedup.throughput
   assert read.misfit < 0.002
-  assert "fitted" in read.plot()
+  assert read.plot().count("<polyline") == 2
   text = speedups.speedups_table(read, "gpu").text(200)
   assert "experiments/times.json, xl: top, pos2" in text
 
@@ -81,6 +78,19 @@ def test_without_enough_results_there_is_none(folder):
   assert speedups.read_speedups(folder, "cpu") is None
   shutil.rmtree(folder / "effective_speedup/results/runs")
   assert speedups.read_speedups(folder, "gpu") is None
+
+
+@pytest.mark.parametrize(("field", "value", "said"), [
+  ("study", "table1_3_language", "names dgmoe, which"),
+  ("file", "experiments/no.json", "no.json does not exist"),
+])  # fmt: skip
+def test_a_wrong_name_is_one_line(folder, field, value, said):
+  path = folder / "effective_speedup/speeds.json"
+  speeds = json.loads(path.read_text())
+  speeds["slow link"]["dgmoe" if field == "study" else "scmoe_pos2"][field] = value
+  path.write_text(json.dumps(speeds))
+  with pytest.raises(DataError, match=said):
+    speedups.read_speedups(folder, "gpu")
 
 
 def test_ratios_of_rounds_and_of_medians(folder):

@@ -8,7 +8,7 @@ import pytest
 from scmoe.reports.statistics import (
   LossCurve,
   PairedTest,
-  bootstrap_curves,
+  curves_of,
   effective_speedup,
   equivalence,
   fit_curve,
@@ -118,21 +118,23 @@ def test_intervals_of_curve_and_speedup_hold_the_truth():
     }
     differences = [change + std * rng.normal() for _ in range(5)]
     rounds = [ratio + 0.005 * rng.normal() for _ in range(7)]
-    found = effective_speedup(budgets, differences, d, rounds, draws=60, seed=number)
+    curves = curves_of(budgets, fit_curve, draws=60, seed=number)
+    found = effective_speedup(curves, differences, d, rounds, seed=100 + number)
     assert found.data.low <= found.data.value <= found.data.high
     held["data"] += found.data.low <= truth <= found.data.high
     held["effective"] += found.effective.low <= truth * ratio <= found.effective.high
   assert all(count >= 31 for count in held.values()), held  # 40 · 0.95 less three deviations, less
   # what percentiles of 60 draws fall short
-  assert len({c.exponent for c in bootstrap_curves(budgets, 3, rng, fit_curve)}) == 3
+  assert len({c.tokens(1.9) for c in curves.resampled}) == 60
 
 
 def test_a_loss_below_the_floor_saves_without_bound():
   budgets = {x: dict.fromkeys(range(2), 2.0 + 10 / x) for x in (1e2, 1e3, 1e4)}
-  found = effective_speedup(budgets, [-1.0, -1.0], 1e4, [1.0], draws=5)
+  curves = curves_of(budgets, fit_curve, draws=5)
+  found = effective_speedup(curves, [-1.0, -1.0], 1e4, [1.0])
   assert found.data.value == math.inf
   with pytest.raises(ValueError, match="two paired differences"):
-    effective_speedup(budgets, [-1.0], 1e4, [1.0])
+    effective_speedup(curves, [-1.0], 1e4, [1.0])
 
 
 @pytest.mark.parametrize("truth", [LossCurve(1.5, 300.0, 0.3), LossCurve(0.0, 40.0, 0.2)])
@@ -153,16 +155,27 @@ def test_a_joined_curve_never_rises():
   found = join_means([1.0, 10.0, 100.0], [3.0, 2.0, 2.5])
   assert found.points == ((1.0, 3.0), (10.0, 2.0), (100.0, 2.0))
   assert found.tokens(2.5) == pytest.approx(math.sqrt(10))
-  assert found.tokens(1.9) == math.inf
   with pytest.raises(ValueError, match="two numbers of tokens"):
     join_means([1.0, 1.0], [3.0, 2.0])
+
+
+@pytest.mark.parametrize(
+  ("losses", "loss", "tokens"),
+  [([3, 2, 2, 1], 2.0, 10), ([3, 2, 2, 1], 1.5, 100 * math.sqrt(10)), ([3, 2, 1, 1], 1.0, 100),
+   ([3, 2, 1, 1], 0.9, math.inf), ([3, 3, 2, 1], 3.0, 1), ([3, 3, 2, 1], 3.5, 0),
+   ([3, 2.5, 2.4999, 2.4998], -1.0, math.inf)],
+)  # fmt: skip
+def test_tokens_of_a_level_stretch_are_the_least_that_reach_the_loss(losses, loss, tokens):
+  found = join_means([1.0, 10.0, 100.0, 1000.0], losses)
+  assert found.tokens(loss) == pytest.approx(tokens)
 
 
 def test_losses_of_no_law_are_worth_what_the_points_say():
   """Losses that fall faster and faster: the fitted law misses them, the joined curve does not."""
   budgets = {1e6 * 2**n: dict.fromkeys(range(3), 5.0 - 0.1 * n**2) for n in range(5)}
   worse = [0.05, 0.05]  # a tenth of what the last doubling before 8e6 tokens brings, 4.6 to 4.1
-  joined = effective_speedup(budgets, worse, 8e6, [1.0], fit=join_means, draws=20)
+  curves = lambda fit: curves_of(budgets, fit, draws=20)
+  joined = effective_speedup(curves(join_means), worse, 8e6, [1.0])
   assert joined.data.value == pytest.approx(2**-0.1)
-  fitted = effective_speedup(budgets, worse, 8e6, [1.0], draws=20)
+  fitted = effective_speedup(curves(fit_curve), worse, 8e6, [1.0])
   assert fitted.data.value < joined.data.value - 0.02

@@ -30,7 +30,7 @@ class Fp8Exchange(Exchange):
   """An exchange whose rows travel to their experts in fp8; in all else as `Exchange`."""
 
   def to_experts(self, x: Array, chunk: int | None = None) -> Array:
-    """As `Exchange.to_experts`; the rows that arrive are `rounded_rows` of those that were sent.
+    """Does what `Exchange.all_to_all` does, with rows that arrive rounded (`rounded_rows`).
 
     A device's rows for its own experts are rounded too, so the result does not depend on where an
     expert lies. On one device no row travels, and it returns x.

@@ -1,0 +1,38 @@
+"""experiments/exchange_cost/wirings.py: every arm is a step that can be made."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from scmoe.run import build
+
+FOLDER = Path(__file__).resolve().parents[1] / "experiments/exchange_cost"
+
+
+@pytest.fixture(scope="module")
+def wirings():
+  """The script as a module."""
+  before = list(sys.path)
+  spec = importlib.util.spec_from_file_location("exchange_cost_wirings", FOLDER / "wirings.py")
+  assert spec is not None
+  assert spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  sys.path[:] = before
+  return module
+
+
+def test_every_arm_of_both_links_can_be_built(wirings):
+  arms = wirings.arms_of([*wirings.WIRINGS], chunks=True)
+  assert len(arms) == 2 * len(wirings.WIRINGS)
+  for name, own in arms.items():
+    run = wirings.configured("gpt2_moe_medium", wirings.MODEL | wirings.SIZES | own)
+    run = run.resolve(num_devices=2, vocab_size=wirings.VOCABULARY)
+    built = build.build(run)
+    assert built.train.microbatches(run.data.seq_len) == 4
+    assert run.dispatch.chunks == (2 if name.endswith("in chunks") else 1)
+    slots = name.endswith("in chunks") and name.split()[0] in wirings.SLOTS
+    assert run.overlap.order == ("barriers" if slots else "xla")
+    assert own["model.wiring"] in run.model.wiring

@@ -80,9 +80,7 @@ def rendered(folder: Path, scale: str, beside: Path, arguments: str) -> str:
     except FileNotFoundError:
       without.append(place)
   parts: list = [_verdicts(list(studies.values()))]
-  speedups = read_speedups(folder, scale)
-  if speedups:
-    parts += [speedups_table(speedups, scale), speedups.plot()]
+  parts += _speedups(folder, scale, beside)
   for place, study in studies.items():
     parts += [*study_parts(study, place, beside), _readme(place)]
   analyses = read_analyses(folder / "analyses" / "results")
@@ -123,6 +121,25 @@ def _verdicts(studies: Sequence[Study]) -> Table | str:
     return "<p>No contrast has two pairs of runs yet.</p>"
   heads = ("study", "contrast", "pairs", "difference and 95 % interval", "verdict")
   return Table("What was found", heads, tuple(rows))
+
+
+def _speedups(folder: Path, scale: str, beside: Path) -> list[str]:
+  """The table of effective speed-ups and the baseline's curve, if the runs are there.
+
+  A variant leads to its runs, and a throughput to its file.
+  """
+  speedups = read_speedups(folder, scale)
+  if speedups is None:
+    return []
+  table = speedups_table(speedups, scale).html()
+  for one in speedups.found:
+    raw = os.path.relpath(folder.parents[1] / one.file, beside)
+    source = f"{one.file}, {one.arms}"
+    for text, link in ((one.variant, f"#{one.study}-{one.variant}"), (source, raw)):
+      cell = html.escape(text)
+      linked = f"<td><a href='{html.escape(link, quote=True)}'>{cell}</a></td>"
+      table = table.replace(f"<td>{cell}</td>", linked, 1)
+  return [table, speedups.plot()]
 
 
 def study_parts(study: Study, place: Path, beside: Path) -> list:

@@ -45,7 +45,8 @@ class Worth:
     study: the study of the variant.
     pairs: runs of the variant that were compared with one of the baseline, of the same seed.
     link: between GPUs.
-    source: file, row and arms of the throughput.
+    file: of the throughput, a path in this repository.
+    arms: row and arms of the throughput in it.
     fitted: by the fitted curve, with intervals.
     joined: by the curve that joins the measured losses.
   """
@@ -54,7 +55,8 @@ class Worth:
   study: str
   pairs: int
   link: str
-  source: str
+  file: str
+  arms: str
   fitted: Speedup
   joined: Speedup
 
@@ -140,9 +142,9 @@ def read_speedups(folder: Path, scale: str) -> Speedups | None:
         continue
       where = folder.parents[1] / source["file"]
       measured = ratios(where, source["label"], source["base"], source["arm"])
-      named = f"{source['file']}, {source['label']}: {source['base']}, {source['arm']}"
+      arms = f"{source['label']}: {source['base']}, {source['arm']}"
       worth = (effective_speedup(own, pairs, tokens, measured) for own in (fitted, joined))
-      found.append(Worth(variant, source["study"], len(pairs), link, named, *worth))
+      found.append(Worth(variant, source["study"], len(pairs), link, source["file"], arms, *worth))
   means = {d: statistics.fmean(budgets[d].values()) for d in sorted(budgets)}
   between = map(float, np.geomspace(min(means), max(means), 40))
   return Speedups(means, {d: fitted.best.loss(d) for d in (*means, *between)}, found)
@@ -199,7 +201,7 @@ def speedups_table(speedups: Speedups, scale: str) -> Table:
       _interval(one.joined.effective),
       _interval(one.fitted.data),
       _interval(one.fitted.effective),
-      one.source,
+      f"{one.file}, {one.arms}",
     )
     for one in speedups.found
   )

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import pytest
 
+from scmoe import report
 from scmoe.base.errors import DataError
 from scmoe.reports import speedups
 from scmoe.reports.statistics import LossCurve
@@ -72,6 +74,17 @@ def test_worth_is_data_times_throughput(folder):
   assert read.plot().count("<polyline") == 2
   text = speedups.speedups_table(read, "gpu").text(200)
   assert "experiments/times.json, xl: top, pos2" in text
+
+
+def test_the_page_leads_from_a_speed_up_to_its_runs_and_its_file(folder):
+  for study in ("effective_speedup", "table1_3_language"):
+    (folder / study / "run.py").touch()
+  text = report.rendered(folder, "gpu", folder, "")
+  table = text[text.index("<h2>Effective speed-up") :]
+  row = table[table.index("<tbody><tr>") : table.index("</tr></tbody>")]
+  runs, raw = re.findall(r"href='([^']+)'", row)
+  assert f"id='{runs.removeprefix('#')}'" in text
+  assert (folder / raw).resolve() == (folder.parent / "times.json").resolve()
 
 
 def test_without_enough_results_there_is_none(folder):

@@ -131,25 +131,20 @@ def _speedups(folder: Path, scale: str, beside: Path) -> list[str]:
   speedups = read_speedups(folder, scale)
   if speedups is None:
     return []
-  table = speedups_table(speedups, scale).html()
-  for one in speedups.found:
-    raw = os.path.relpath(folder.parents[1] / one.file, beside)
-    source = f"{one.file}, {one.arms}"
-    for text, link in ((one.variant, f"#{one.study}-{one.variant}"), (source, raw)):
-      cell = html.escape(text)
-      linked = f"<td><a href='{html.escape(link, quote=True)}'>{cell}</a></td>"
-      table = table.replace(f"<td>{cell}</td>", linked, 1)
-  return [table, speedups.plot()]
+  table, links = speedups_table(speedups, scale), {}
+  for row, one in enumerate(speedups.found):
+    links[row, 0] = f"#{one.study}-{one.variant}"
+    links[row, len(table.heads) - 1] = os.path.relpath(folder.parents[1] / one.file, beside)
+  return [table.html(links), speedups.plot()]
 
 
 def study_parts(study: Study, place: Path, beside: Path) -> list:
   """A study's part of the page: notes, tables, plots, runs."""
   plan, name = study.plan, study.plan.study
   head = f"<h1 id='{name}'>{name}</h1><p>{html.escape(plan.title)}</p>"
-  table = variants_table(study).html()
-  for variant in plan.variants:  # a variant's numbers lead to its runs
-    link = f"<td><a href='#{name}-{variant}'>{html.escape(variant)}</a></td>"
-    table = table.replace(f"<td>{html.escape(variant)}</td>", link, 1)
+  # A variant leads to its runs.
+  links = {(row, 0): f"#{name}-{variant}" for row, variant in enumerate(plan.variants)}
+  table = variants_table(study).html(links)
   notes = page.warning(complaints(study))
   found = findings(study)
   return [

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from scmoe.base.errors import ConfigError
-from scmoe.moe.dispatch.options import TRANSPORTS, DispatchConfig, Kind
+from scmoe.moe.dispatch.options import TRANSPORTS, Kind
 from scmoe.run import build, placement
 from scmoe.run.bounds import MOST
 from scmoe.run.config import (
@@ -451,7 +451,8 @@ def test_rows_in_fp8_are_asked_for_where_rows_travel(others):
 
 
 def test_rows_that_a_kernel_puts_are_not_rounded():
-  line = error_of(DispatchConfig, transport="put", fp8=True)
+  run = changed(dispatch__transport="put", dispatch__fp8=True, mesh__expert=2)
+  line = error_of(resolve, run, 2)
   assert line.startswith("dispatch.fp8=True rounds rows for an all-to-all")
   assert line.endswith("use dispatch.transport=dropless")
 

@@ -194,10 +194,10 @@ def test_rows_in_fp8_are_fewer_bytes_to_the_experts_alone(transport):
 
 
 def test_recomputing_sends_nothing_again():
-  """Every rematerialisation preset keeps the rows that travelled."""
-  for remat in ("dots", "moe", "full"):
-    traffic = step_work(tiny(mesh__data=1, mesh__expert=4, train__remat=remat)).traffic
-    assert traffic.exchanges == 2 * 2 * 2, remat
+  """Every rematerialisation preset keeps the rows that travelled, in fp8 too."""
+  for remat, fp8 in (("dots", False), ("moe", False), ("full", False), ("full", True)):
+    run = tiny(mesh__data=1, mesh__expert=4, train__remat=remat, dispatch__fp8=fp8)
+    assert step_work(run).traffic.exchanges == 2 * 2 * 2, remat
 
 
 def test_traffic_follows_microbatches_and_batch_axes():

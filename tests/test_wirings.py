@@ -35,4 +35,6 @@ def test_every_arm_of_both_links_can_be_built(wirings):
     assert run.dispatch.chunks == (2 if name.endswith("in chunks") else 1)
     slots = name.endswith("in chunks") and name.split()[0] in wirings.SLOTS
     assert run.overlap.order == ("barriers" if slots else "xla")
-    assert own["model.wiring"] in run.model.wiring
+    assert run.model.wiring == own["model.wiring"]
+    schedule = run.overlap.schedule
+    assert schedule.count(",") == 1 if slots else schedule == "auto"

@@ -6,9 +6,9 @@
 
 The model is that of run.py, with four layers, eight experts and a small vocabulary. Every wiring
 has an arm in XLA's order. With --chunks it has a second arm, whose rows travel in two chunks. A
-wiring with a shortcut then computes each chunk's experts in a slot, after a step of the main path
-that `SLOTS` names, and barriers hold that order; of the others XLA orders the chunks. No schedule
-is searched for. Speed-ups are over the faster arm of top2. Writes FOLDER/NAME.json and
+wiring of `SLOTS` then computes each chunk's experts in a slot, after the step of the main path that
+stands there, and barriers hold that order; of the others, dgmoe among them, XLA orders the chunks.
+No schedule is searched for. Speed-ups are over the faster arm of top2. Writes FOLDER/NAME.json and
 FOLDER/NAME.txt (--out, runs/exchange_cost by default).
 """
 

@@ -156,7 +156,7 @@ def differences(
   """Losses of a study's variant less the baseline's, by seed, and after how many tokens.
 
   Runs of another configuration than the baseline's (but for the fields of the variant), of another
-  text, or of a number of tokens that the baseline lacks give none, and so does a study that is not
+  text, or of other numbers of tokens than the baseline's give none, and so does a study that is not
   registered at the scale.
 
   Args:
@@ -166,8 +166,11 @@ def differences(
     variant: its name there.
 
   Raises:
-    DataError: the study's plan or results cannot be used, or it has no such variant.
+    DataError: there is no such folder, the study's plan or results cannot be used, it has no such
+      variant, or its runs have several numbers of tokens.
   """
+  if not place.is_dir():
+    raise DataError(f"{SPEEDS} names the study {place.name}, and {place} does not exist")
   try:
     study = read_study(place, baseline.plan.scale)
   except FileNotFoundError:
@@ -182,8 +185,11 @@ def differences(
     for (name, seed), result in study.done.items()
     if name == variant and text_of(result.get("data", {})) == text
   }
-  tokens = next((result["tokens"] for result in runs.values()), 0.0)
-  base, metric = budgets.get(tokens, {}), baseline.plan.metric
+  lengths = {result["tokens"] for result in runs.values()}
+  if len(lengths) > 1:
+    raise DataError(f"{place}: the runs of {variant} have {sorted(lengths)} tokens, not one number")
+  tokens, metric = lengths.pop() if lengths else 0.0, baseline.plan.metric
+  base = budgets.get(tokens, {})
   pairs = [float(r["final"][metric]) - base[seed] for seed, r in runs.items() if seed in base]
   return pairs, tokens
 

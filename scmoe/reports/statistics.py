@@ -308,6 +308,10 @@ class Speedup:
   effective: Estimate
 
 
+# Few pairs make Student's t wide: with fewer draws the ends of an interval would depend on the seed.
+_DRAWS = 10
+
+
 def effective_speedup(
   curves: Curves,
   differences: Sequence[float],
@@ -318,16 +322,16 @@ def effective_speedup(
 ) -> Speedup:
   """Sc, the ratio of throughputs, and Sw, with intervals.
 
-  Sc = curve.tokens(curve.loss(D) + mean difference) / D. For each curve of `curves.resampled` a
-  mean difference is drawn from Student's t around the measured one, and a ratio of throughputs from
-  those measured; the interval is that of these draws from 2.5 to 97.5 %.
+  Sc = curve.tokens(curve.loss(D) + mean difference) / D. For each curve of `curves.resampled`,
+  `_DRAWS` times, a mean difference is drawn from Student's t around the measured one, and a ratio
+  of throughputs from those measured; the interval is that of these draws from 2.5 to 97.5 %.
 
   Args:
     curves: of the baseline (`curves_of`).
     differences: loss of the variant less that of the baseline, paired by seed, after D tokens.
     tokens: D.
     throughputs: ratios of throughput, one a measured round; one alone counts as exact.
-    seed: of the draws.
+    seed: of the draws, which are independent of those of `curves_of` with the same seed.
 
   Raises:
     ValueError: fewer than two differences, or no throughput.
@@ -336,10 +340,11 @@ def effective_speedup(
   if test.std is None or not throughputs:
     raise ValueError("an interval needs two paired differences and a throughput")
   saved = lambda curve, change: curve.tokens(curve.loss(tokens) + change) / tokens
-  rng, draws = np.random.default_rng(seed), len(curves.resampled)
+  rng, resampled = np.random.default_rng((seed, 1)), [*curves.resampled] * _DRAWS
+  draws = len(resampled)
   error = test.std / math.sqrt(test.count)
   changes = test.mean + error * rng.standard_t(test.count - 1, draws)
-  data = np.array([saved(c, float(x)) for c, x in zip(curves.resampled, changes)])
+  data = np.array([saved(c, float(x)) for c, x in zip(resampled, changes)])
   speed = rng.choice(np.asarray(throughputs, float), (draws, len(throughputs))).mean(axis=1)
   best, ratio = saved(curves.best, test.mean), statistics.fmean(throughputs)
   return Speedup(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from scmoe.reports.comparison import Comparison, Group, Paired, Statistic
 from scmoe.reports.records import Measure, printable
@@ -46,13 +46,27 @@ class Table:
     head, *body = rows
     return "\n".join([f"**{markdown_text(self.title)}**", "", head, rule, *body])
 
-  def html(self) -> str:
-    """The HTML of the heading and the table; a wide table scrolls."""
-    cells = lambda tag, row: "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row)
-    rows = "".join(f"<tr>{cells('td', row)}</tr>" for row in self.rows)
+  def html(self, links: Mapping[tuple[int, int], str] | None = None) -> str:
+    """The HTML of the heading and the table; a wide table scrolls.
+
+    Args:
+      links: (row, column) of a cell, from 0 -> the address to which it leads.
+    """
+
+    def cell(place: tuple[int, int]) -> str:
+      text = html.escape(self.rows[place[0]][place[1]])
+      if links and place in links:
+        text = f"<a href='{html.escape(links[place], quote=True)}'>{text}</a>"
+      return f"<td>{text}</td>"
+
+    heads = "".join(f"<th>{html.escape(head)}</th>" for head in self.heads)
+    rows = (
+      "".join(cell((row, column)) for column in range(len(cells)))
+      for row, cells in enumerate(self.rows)
+    )
     return (
-      f"<h2>{html.escape(self.title)}</h2><div class='wide'><table><thead><tr>"
-      f"{cells('th', self.heads)}</tr></thead><tbody>{rows}</tbody></table></div>"
+      f"<h2>{html.escape(self.title)}</h2><div class='wide'><table><thead><tr>{heads}</tr></thead>"
+      f"<tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table></div>"
     )
 
 

@@ -303,6 +303,7 @@ class RunConfig(Options):
       return
     sharers = expert_shards(mesh.expert, self.model.num_experts)
     dispatch.check_shards(sharers)
+    dispatch.check_fp8()
     gathers = 0 in (dispatch.adaptive_r, *tuned_values(self.train.tune).get("adaptive_r", ()))
     if gathers and mesh.expert > sharers:
       dispatch.check_gathers(repr(self.model.experts), own=is_import_path(self.model.experts))

@@ -24,6 +24,7 @@ from scmoe.inference.placement.devices import check_devices, order_of, place
 from scmoe.inference.placement.rows import Rows, rows_of
 from scmoe.inference.reading import ReadText
 from scmoe.models.flops import count_parameters
+from scmoe.moe.dispatch.fp8_rows import row_size
 from scmoe.moe.gates import arrays_of_experts
 from scmoe.pretrained.imported import SOURCE, check_new, new_run
 from scmoe.pretrained.requests import check_experts, placing, pruning, smaller
@@ -306,7 +307,7 @@ def _begin(
 
 def _table(before: Rows, after: Rows, run: RunConfig) -> list[str]:
   """Lines that compare two placements on the half of the text that was held out."""
-  size = run.model.width * np.dtype(run.model.dtype).itemsize
+  size = row_size(run.model.width, run.model.dtype, fp8=run.dispatch.fp8)
   rows = [
     ("rows with content that leave their device", f"{before.away:.1%}", f"{after.away:.1%}"),
     ("devices that hold a token's experts", f"{before.receivers:.3f}", f"{after.receivers:.3f}"),

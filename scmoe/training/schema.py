@@ -96,7 +96,12 @@ _SINCE = {
     "balance_over": "microbatch",
     "tasks": 0,
   },
-  "dispatch": {"silent": False, "overflow": "loop", "ablation": {"first_round": False}},
+  "dispatch": {
+    "silent": False,
+    "overflow": "loop",
+    "fp8": False,
+    "ablation": {"first_round": False},
+  },
   "mesh": {
     "sequence": 1,
     "sequence_attention": "ring",

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from scmoe.kernels.grouped_matmul import FFNWeights
-from scmoe.kernels.grouped_matmul.fp8 import rounded_rows
+from scmoe.kernels.grouped_matmul.fp8 import E4M3, rounded_rows
 from scmoe.moe.dispatch import (
   Capacity,
   DispatchConfig,
@@ -30,7 +30,7 @@ from scmoe.moe.dispatch import (
 from scmoe.moe.dispatch.fp8_rows import Fp8Exchange, read_rows, row_bytes
 from scmoe.moe.experts import FFNExperts, FFNExpertsConfig
 from scmoe.moe.route import make_routing
-from scmoe.parallel.collectives import Exchange
+from scmoe.parallel.collectives import Exchange, waiting
 from scmoe.parallel.mesh import AXES, BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
 
 T, D, F, K = 64, 8, 16, 2  # T is global
@@ -276,7 +276,7 @@ def test_two_step_exchange_is_the_linear_one_bit_for_bit(transport, nodes):
 @pytest.mark.parametrize(
   ("transport", "kind", "options"),
   [("capacity", "zipf", {"chunks": 2}), ("dropless", "one", {"slack": 1.0}),
-   night("dropless", "zipf", {"chunks": 3, "nodes": 2}),
+   ("dropless", "zipf", {"chunks": 3, "nodes": 2}),
    ("packed", "zipf", {"replicas": 2, "E": 2}),
    night("capacity", "balanced", {"nodes": 4})],
 )  # fmt: skip
@@ -289,6 +289,39 @@ def test_rows_in_fp8_are_the_rounded_rows_bit_for_bit(transport, kind, options):
   jax.tree.map(np.testing.assert_array_equal, got, want)
   plain = compiled(**options)(x, *rest)
   assert np.abs(got[0] - plain[0]).max() > 1e-3  # something was rounded
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_bytes_are_made_before_what_a_chunk_waits_for_is_passed_on(silent):
+  """In the program's order: rounding, the barrier with the other value, the exchange of bytes."""
+  mesh = make_mesh(MeshConfig(data=1, expert=2), num_experts=2)
+  exchange = Fp8Exchange("expert", 2, silent=silent)
+
+  def local(x, other):
+    waits = {1: other}
+    with waiting(waits):
+      arrived = exchange.to_experts(x.reshape(2, -1, D), chunk=1)
+    return arrived.reshape(x.shape), waits[1]
+
+  rows = P(BATCH_AXES)
+  function = manual(local, mesh, (rows, rows), (rows, rows))
+  x, other = jnp.ones((4, D)), jnp.full((4, 3), 2.0)
+  jaxpr = jax.make_jaxpr(function)(x, other).jaxpr
+  program = [(eqn.primitive.name, eqn.invars, eqn.outvars) for eqn in flat(jaxpr)]
+  first = lambda found: next((i for i, eqn in enumerate(program) if found(*eqn)), None)
+  rounded = first(lambda name, _, out: name == "convert_element_type" and out[0].aval.dtype == E4M3)
+  passed_on = first(lambda name, _, out: "barrier" in name and out[-1].aval.shape == (2, 3))
+  leaves = first(lambda name, given, _: name == "all_to_all" and given[0].aval.dtype == jnp.uint8)
+  assert rounded < passed_on
+  assert leaves is None if silent else passed_on < leaves
+
+
+def flat(jaxpr):
+  """The equations of a jaxpr, inner ones in the place of those that hold them."""
+  for eqn in jaxpr.eqns:
+    inner = [getattr(value, "jaxpr", value) for value in eqn.params.values()]
+    inner = [part for part in inner if hasattr(part, "eqns")]
+    yield from (e for part in inner for e in flat(part)) if inner else (eqn,)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -51,6 +51,7 @@ def folder(tmp_path):
   times = [{"label": "xl", "arms": {"top": {"ms": 12.0}, "pos2": {"ms": 10.0},
             "pos3": {"ms": 9.0, "rounds_ms": [9.0, 9.5]}}}]  # fmt: skip
   (tmp_path / "experiments/times.json").write_text(json.dumps(times))
+  (quality / "table6_7").mkdir()  # not registered
   source = {"study": "table1_3_language", "file": "experiments/times.json", "label": "xl",
             "base": "top", "arm": "pos2"}  # fmt: skip
   speeds = {"slow link": {"scmoe_pos2": source, "dgmoe": source | {"study": "table6_7"}}}
@@ -95,6 +96,7 @@ def test_without_enough_results_there_is_none(folder):
 
 @pytest.mark.parametrize(("field", "value", "said"), [
   ("study", "table1_3_language", "names dgmoe, which"),
+  ("study", "table9", "names the study table9, and"),
   ("file", "experiments/no.json", "no.json does not exist"),
 ])  # fmt: skip
 def test_a_wrong_name_is_one_line(folder, field, value, said):

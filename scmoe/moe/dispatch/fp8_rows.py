@@ -20,6 +20,7 @@ from jax import Array
 from jaxtyping import Float, UInt8
 
 from scmoe.kernels.grouped_matmul.fp8 import BLOCK, E4M3, dequantised_rows, quantised_rows
+from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import Exchange, wait
 
 _MANTISSA = 23  # bits of a float32 below its exponent
@@ -27,7 +28,10 @@ _ALIGN = 16  # rows of bytes begin at multiples of so many bytes, which kernels 
 
 
 class Fp8Exchange(Exchange):
-  """An exchange whose rows travel to their experts in fp8; in all else as `Exchange`."""
+  """An exchange whose rows travel to their experts in fp8; in all else as `Exchange`.
+
+  In float16 a number of 63,488 or more arrives infinite (`rounded_rows`).
+  """
 
   def to_experts(self, x: Array, chunk: int | None = None) -> Array:
     """Does what `Exchange.all_to_all` does, with rows that arrive rounded (`rounded_rows`).
@@ -37,18 +41,31 @@ class Fp8Exchange(Exchange):
     """
     if self.axis is None or self.size == 1:
       return x
-    return _sent(self, x if chunk is None else wait(x, chunk))
+    # The bytes are made before the values for which the chunk waits are passed on (`waiting`), and
+    # leave only when these are computed. The gradient of x passes the barriers of a plain exchange.
+    x, sent = barrier((x, row_bytes(jax.lax.stop_gradient(x))), "forward")
+    if chunk is not None:
+      x, sent = barrier((wait(x, chunk), sent), "forward")
+    return _exchanged(self, x, sent)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sent(exchange: Exchange, x_RD: Array) -> Array:
-  return read_rows(exchange.all_to_all(row_bytes(x_RD)), x_RD.shape[-1], x_RD.dtype)
+def _exchanged(exchange: Exchange, x_RD: Array, sent: Array) -> Array:
+  """The rows that arrive, of those that leave as the bytes `sent`, which are x's."""
+  return read_rows(exchange.all_to_all(sent), x_RD.shape[-1], x_RD.dtype)
 
 
-_sent.defvjp(
-  lambda exchange, x_RD: (_sent(exchange, x_RD), None),
-  lambda exchange, _, bar_RD: (exchange.all_to_all(bar_RD),),
+_exchanged.defvjp(
+  lambda exchange, x_RD, sent: (_exchanged(exchange, x_RD, sent), None),
+  lambda exchange, _, bar_RD: (exchange.all_to_all(bar_RD), None),
 )
+
+
+def row_size(width: int, dtype: str, *, fp8: bool) -> int:
+  """Bytes of a row of `width` numbers of type `dtype` on its way to the experts."""
+  if not fp8:
+    return width * jnp.dtype(dtype).itemsize
+  return -(-(width + -(-width // BLOCK)) // _ALIGN) * _ALIGN
 
 
 def row_bytes(x_RD: Float[Array, "*R D"]) -> UInt8[Array, "*R bytes"]:
@@ -57,7 +74,7 @@ def row_bytes(x_RD: Float[Array, "*R D"]) -> UInt8[Array, "*R bytes"]:
   numbers = jax.lax.bitcast_convert_type(q_RD, jnp.uint8)
   exponents = jax.lax.bitcast_convert_type(scale_RB, jnp.uint32) >> _MANTISSA
   row = jnp.concatenate([numbers, exponents.astype(jnp.uint8)], -1)
-  rest = -row.shape[-1] % _ALIGN
+  rest = row_size(x_RD.shape[-1], "", fp8=True) - row.shape[-1]
   return jnp.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, rest)])
 
 

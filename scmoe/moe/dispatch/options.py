@@ -122,19 +122,6 @@ class DispatchConfig(Options, path="dispatch"):
     DispatchAblation, "parts of the exchange that only ablations set apart"
   )
 
-  def __post_init__(self) -> None:
-    """Checks every option for itself, and that a transport can send rows in fp8.
-
-    Raises:
-      ConfigError: one cannot be used.
-    """
-    super().__post_init__()
-    if self.fp8 and self.transport == "put":
-      raise ConfigError(
-        "dispatch.fp8=True rounds rows for an all-to-all, and dispatch.transport=put writes them "
-        "into the other device's memory as they are; use dispatch.transport=dropless"
-      )
-
   @property
   def kind(self) -> Kind | None:
     """The table's entry for the transport; None if it is the user's own, which does as it likes."""
@@ -159,6 +146,18 @@ class DispatchConfig(Options, path="dispatch"):
     in_rounds = self.kind is not None and not self.fixed_buffers
     asked = self.overflow == "repeat" and not self.ablation.first_round
     return asked and in_rounds and self.adaptive_r != 0
+
+  def check_fp8(self) -> None:
+    """Checks that the transport can send rows in fp8, if it is to.
+
+    Raises:
+      ConfigError: it is `put`.
+    """
+    if self.fp8 and self.transport == "put":
+      raise ConfigError(
+        "dispatch.fp8=True rounds rows for an all-to-all, and dispatch.transport=put writes them "
+        "into the other device's memory as they are; use dispatch.transport=dropless"
+      )
 
   def check_buffers(self) -> None:
     """Checks that experts get buffers of equal size, as `model.ffn.impl=batched` needs them.

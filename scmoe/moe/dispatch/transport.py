@@ -140,7 +140,8 @@ def make_transport(
     ConfigError: an argument has a wrong type or value, `capacity` refuses the capacity factor,
       `dispatch.groups` does not divide evenly over the devices (for `Packed` and `Capacity`),
       `dispatch.nodes` does not divide the devices of an exchange, the call would get `Put` on other
-      devices than CPUs or with `dispatch.nodes` > 1, or the user's transport cannot be made.
+      devices than CPUs, with `dispatch.nodes` > 1 or with `dispatch.fp8`, or the user's transport
+      cannot be made.
   """
   check_type("config", config, DispatchConfig)
   check_choice("order", order, ORDERS)
@@ -176,6 +177,7 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
   A token may choose more computing experts than expected, up to `call.k`.
   """
   tokens, num_experts, k, order, capacity_factor, no_drop, buffers = call
+  config.check_fp8()
   exchange = make_exchange(config)
   if is_import_path(config.transport):
     given = {"tokens": tokens, "num_experts": num_experts, "k": expected, "order": order}

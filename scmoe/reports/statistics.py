@@ -308,7 +308,7 @@ class Speedup:
   effective: Estimate
 
 
-# Few pairs make Student's t wide: with fewer draws the ends of an interval would depend on the seed.
+# Few pairs make Student's t wide: with fewer draws an interval's ends would depend on the seed.
 _DRAWS = 10
 
 

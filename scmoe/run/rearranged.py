@@ -307,7 +307,8 @@ def _begin(
 
 def _table(before: Rows, after: Rows, run: RunConfig) -> list[str]:
   """Lines that compare two placements on the half of the text that was held out."""
-  size = row_size(run.model.width, run.model.dtype, fp8=run.dispatch.fp8)
+  numbers, dtype = run.model.width, np.dtype(run.model.dtype)
+  size = row_size(numbers) if run.dispatch.fp8 else numbers * dtype.itemsize
   rows = [
     ("rows with content that leave their device", f"{before.away:.1%}", f"{after.away:.1%}"),
     ("devices that hold a token's experts", f"{before.receivers:.3f}", f"{after.receivers:.3f}"),

@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     away: of the choices that need a row (`Choices`), the share whose expert lies on another device
       than the token. Each of these is a row with content that travels.
     sent: mean number of rows that a device sends to others, filled or not: the first round's and
-      the overflow rounds'. Times the size of a row (`row_size`), these are bytes.
+      the overflow rounds'. Times the bytes of a row, these are bytes.
     rounds: 1 + the mean number of overflow rounds.
     busiest: filled rows that the busiest device receives, from itself too, over the mean of all
       devices; the mean over batches and gatings.

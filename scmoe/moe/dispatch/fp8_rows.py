@@ -61,20 +61,18 @@ _exchanged.defvjp(
 )
 
 
-def row_size(width: int, dtype: str, *, fp8: bool) -> int:
-  """Bytes of a row of `width` numbers of type `dtype` on its way to the experts."""
-  if not fp8:
-    return width * jnp.dtype(dtype).itemsize
+def row_size(width: int) -> int:
+  """Bytes of a row of `width` numbers: numbers, exponents, and zeros up to a multiple of 16."""
   return -(-(width + -(-width // BLOCK)) // _ALIGN) * _ALIGN
 
 
 def row_bytes(x_RD: Float[Array, "*R D"]) -> UInt8[Array, "*R bytes"]:
-  """Rounds rows to fp8, and writes each as bytes: its numbers, its exponents, zeros up to 16."""
+  """Rounds rows to fp8, and writes each as bytes (`row_size`)."""
   q_RD, scale_RB = quantised_rows(x_RD)
   numbers = jax.lax.bitcast_convert_type(q_RD, jnp.uint8)
   exponents = jax.lax.bitcast_convert_type(scale_RB, jnp.uint32) >> _MANTISSA
   row = jnp.concatenate([numbers, exponents.astype(jnp.uint8)], -1)
-  rest = row_size(x_RD.shape[-1], "", fp8=True) - row.shape[-1]
+  rest = row_size(x_RD.shape[-1]) - row.shape[-1]
   return jnp.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, rest)])
 
 

@@ -18,21 +18,17 @@ import argparse
 import functools
 import itertools
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-if "--tiny" in sys.argv:
-  os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-  os.environ["JAX_PLATFORMS"] = "cpu"
-
 from shared_state import StepArm, configured, machine, out_file, prepare  # noqa: E402
 
 from scmoe.profiling.timer import Timing, interleave  # noqa: E402
 from scmoe.run import build  # noqa: E402
+from scmoe.run.command_line import simulate  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
 from scmoe.training.fastest import MARGIN, Steps  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
@@ -103,6 +99,7 @@ def main() -> None:
   parser.add_argument("--tiny", action="store_true")
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
   args = parser.parse_args()
+  simulate(2 if args.tiny else 0)
   fields = SHARED | (TINY if args.tiny else MODELS[args.model])
   run = configured("gpt2_moe_medium", fields, tiny=args.tiny)
   run = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))

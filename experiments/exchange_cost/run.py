@@ -19,17 +19,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
-
-if "--tiny" in sys.argv:
-  os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-  os.environ["JAX_PLATFORMS"] = "cpu"
 
 from shared_state import (  # noqa: E402
   MODEL,
@@ -45,6 +40,7 @@ from where import Where  # noqa: E402
 from scmoe.profiling.clock import Paid  # noqa: E402
 from scmoe.profiling.timer import Arm, interleave, speed_up  # noqa: E402
 from scmoe.run import build  # noqa: E402
+from scmoe.run.command_line import simulate  # noqa: E402
 from scmoe.run.controls import exchanges_alone, without_exchanges  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
@@ -80,6 +76,7 @@ def main() -> None:
   parser.add_argument("--tiny", action="store_true")
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
   args = parser.parse_args()
+  simulate(2 if args.tiny else 0)
   fields = MODEL | (TINY if args.tiny else {}) | fields_of(args.words)
   arms = ARMS | dict(own_arm(text) for text in args.arm)
   arms = {name: own for name, own in arms.items() if name in (args.only or name).split(",")}

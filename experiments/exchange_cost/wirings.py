@@ -16,16 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
-
-if "--tiny" in sys.argv:
-  os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-  os.environ["JAX_PLATFORMS"] = "cpu"
 
 from shared_state import (  # noqa: E402
   MODEL,
@@ -38,6 +33,7 @@ from shared_state import (  # noqa: E402
 )
 
 from scmoe.profiling.timer import interleave  # noqa: E402
+from scmoe.run.command_line import simulate  # noqa: E402
 from scmoe.training.card import environment, origin  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
@@ -96,6 +92,7 @@ def main() -> None:
   parser.add_argument("--tiny", action="store_true")
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
   args = parser.parse_args()
+  simulate(2 if args.tiny else 0)
   given, file = environment(), out_file(args.out, args.name)
   fields = MODEL | SIZES | (TINY if args.tiny else {})
   arms = arms_of(args.wirings, chunks=args.chunks)

@@ -1,4 +1,4 @@
-"""Effective speed-ups of a folder of studies: data saved times throughput, for each link.
+"""Effective speed-ups of a folder of studies: ratios of data times ratios of throughput, by link.
 
 The baseline's curve is the study effective_speedup. Its file speeds.json names, for each variant,
 the study that trains it and where throughputs were measured:
@@ -46,7 +46,7 @@ class Worth:
     pairs: runs of the variant that were compared with one of the baseline, of the same seed.
     link: between GPUs.
     file: of the throughput, a path in this repository.
-    arms: row and arms of the throughput in it.
+    arms: the file's row, and two arms of it: the baseline's and the variant's.
     fitted: by the fitted curve, with intervals.
     joined: by the curve that joins the measured losses.
   """
@@ -63,7 +63,7 @@ class Worth:
 
 @dataclasses.dataclass(frozen=True)
 class Speedups:
-  """The baseline's losses, and what they make the variants worth.
+  """The baseline's losses, and the effective speed-ups that follow from them.
 
   Attributes:
     means: mean loss of the baseline after each number of tokens, by tokens.
@@ -116,7 +116,7 @@ def ratios(path: Path, label: str, base: str, arm: str) -> list[float]:
 def read_speedups(folder: Path, scale: str) -> Speedups | None:
   """The effective speed-ups that the results below a folder of studies allow.
 
-  None without a baseline of three numbers of tokens.
+  None if the baseline was trained with fewer than three numbers of tokens.
 
   Args:
     folder: of the studies, experiments/quality; files of speeds are named from two levels above.

@@ -155,8 +155,7 @@ class LossCurve:
 class JoinedCurve:
   """Measured losses, joined by straight lines over the logarithm of D.
 
-  It assumes no law. Before the first point and behind the last it goes on as between the two next
-  to it.
+  It assumes no law. Outside the points, the first or last straight line is extended.
 
   Attributes:
     points: (tokens, loss), at least two, by tokens; the losses fall or stay.
@@ -173,8 +172,8 @@ class JoinedCurve:
   def tokens(self, loss: float) -> float:
     """The least D at which the curve is at `loss` or below.
 
-    Infinite for a loss below level last points, or so far off that no float holds D; 0 for a loss
-    above level first points.
+    Infinite if the last two losses are equal and `loss` lies below them, or if D is too large for a
+    float; 0 if the first two are equal and `loss` lies above them.
     """
     lower = int(np.searchsorted([-own for _, own in self.points], -loss))
     (d, high), (next_d, low) = self._line(lower)
@@ -187,7 +186,7 @@ class JoinedCurve:
     return math.exp(exponent) if exponent < _MOST_EXPONENT else math.inf
 
   def _line(self, right: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The points left and right of a place, or the two next to it; `right` is the right one's."""
+    """The two points whose line holds at a place; `right`: index of the first point behind it."""
     right = min(max(right, 1), len(self.points) - 1)
     return self.points[right - 1], self.points[right]
 
@@ -216,9 +215,9 @@ _EXPONENTS = np.geomspace(0.01, 2.0, 81)
 def fit_curve(tokens: Sequence[float], losses: Sequence[float]) -> LossCurve:
   """The least-squares `LossCurve`, with floor and scale at least 0 and 0.01 <= exponent <= 2.
 
-  The points are best of runs of different lengths, each with its own decay of the learning rate.
-  Points along one run lie above such a curve until its rate has decayed, and the fit then claims
-  more from further data than there is.
+  The points are best the ends of separate runs, each with its own decay of the learning rate: a
+  point along one run belongs to another state of its schedule. In the study effective_speedup such
+  points lie below the ends of shorter runs.
 
   Raises:
     ValueError: fewer than three different numbers of tokens, or other than positive finite numbers.
@@ -295,7 +294,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Speedup:
-  """A variant's effective speed-up: the data that it saves times how much faster its steps are.
+  """A variant's effective speed-up: a ratio of training data times a ratio of throughputs.
 
   Attributes:
     data: Sc, the data that the baseline needs for the variant's loss, over the variant's.

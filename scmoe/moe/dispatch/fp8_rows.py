@@ -41,8 +41,10 @@ class Fp8Exchange(Exchange):
     """
     if self.axis is None or self.size == 1:
       return x
-    # The bytes are made before the values for which the chunk waits are passed on (`waiting`), and
-    # leave only when these are computed. The gradient of x passes the barriers of a plain exchange.
+    # The first barrier has the bytes made before the dense step that is to hide the exchange may
+    # start: XLA cannot put that step before the rounding. The last one holds the bytes back until
+    # the values for which the chunk waits (`waiting`) are computed. In the backward pass x has the
+    # barriers of a plain exchange.
     x, sent = barrier((x, row_bytes(jax.lax.stop_gradient(x))), "forward")
     if chunk is not None:
       x, sent = barrier((wait(x, chunk), sent), "forward")
@@ -51,7 +53,10 @@ class Fp8Exchange(Exchange):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchanged(exchange: Exchange, x_RD: Array, sent: Array) -> Array:
-  """The rows that arrive, of those that leave as the bytes `sent`, which are x's."""
+  """Exchanges `sent`, the bytes of x's rows, and returns the rows that arrive.
+
+  The gradient is that of exchanging x itself.
+  """
   return read_rows(exchange.all_to_all(sent), x_RD.shape[-1], x_RD.dtype)
 
 

@@ -41,12 +41,13 @@ class Fp8Exchange(Exchange):
     """
     if self.axis is None or self.size == 1:
       return x
-    # The first barrier has the bytes made before the dense step that is to hide the exchange may
-    # start: XLA cannot put that step before the rounding. The last one holds the bytes back until
-    # the values for which the chunk waits (`waiting`) are computed. In the backward pass x has the
-    # barriers of a plain exchange.
-    x, sent = barrier((x, row_bytes(jax.lax.stop_gradient(x))), "forward")
+    sent = row_bytes(jax.lax.stop_gradient(x))
     if chunk is not None:
+      # The first barrier has the bytes made before the dense step that is to hide the exchange may
+      # start: XLA cannot put that step before the rounding. The last one holds the bytes back until
+      # the values for which the chunk waits (`waiting`) are computed. In the backward pass x has
+      # the barriers of a plain exchange.
+      x, sent = barrier((x, sent), "forward")
       x, sent = barrier((wait(x, chunk), sent), "forward")
     return _exchanged(self, x, sent)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -196,7 +195,7 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
   plan = table.DESIGN.plan("smoke", [])
   folder = fake / "w/top2_seed-0"
   run = sweep.Run(folder, table.study.variant_run(plan, "top2", 0))
-  make = lambda limit, seconds, until=math.inf: table.study.Pieces(
+  make = lambda limit, seconds: table.study.Pieces(
     plan,
     {folder: ("top2", 0)},
     [{"seconds": seconds, "steps": 3}],
@@ -205,7 +204,6 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
     "",
     "",
     keep=False,
-    until=until,
   )
   assert make(0, 500).may_begin(run)  # no limit
   assert make(305, 0).may_begin(run)  # nothing is known of how long a run takes
@@ -215,10 +213,6 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
   assert not late.may_begin(run)
   assert "not begun, 150 s are left and a run takes 200 s" in capsys.readouterr().out
   assert make(305, 9000).may_begin(run)  # ends within no call: it is cut, and goes on
-  # A call of several studies has less time left than its limit: what would be cut waits.
-  soon = time.monotonic() + table.study.GRACE["smoke"]
-  assert not make(305, 200, soon + 190).may_begin(run)
-  assert make(305, 200, soon + 210).may_begin(run)
 
 
 def test_all_studies_in_one_call(fake, monkeypatch, capsys):
@@ -237,8 +231,18 @@ def test_all_studies_in_one_call(fake, monkeypatch, capsys):
   assert begun.count("table4 scmoe_pos2_seed-0") == 1
   assert not [line for line in begun if line.startswith("first_pair scmoe_pos2_seed")]
   assert "first_pair scmoe_pos1_seed-1" in begun
+  # One queue for both, by seed: no second seed before the last first one.
+  seeds = [line.rpartition("seed-")[2] for line in begun]
+  assert set(seeds) == {"0", "1"}
+  tables = capsys.readouterr().out
+  assert tables.index("== table4") < tables.index("== first_pair")
+  assert "missing" not in tables.partition("== first_pair")[2]  # the shared runs count there too
   whole.main([*words, "--studies=norms", "--limit_seconds=0.001"])
-  assert "norms: not begun, the time of the call is over" in capsys.readouterr().out
+  assert not list(fake.glob("runs/quality/norms/smoke/starts"))
+  whole.main([*words, "--studies=norms,moe_every", "--dry_run"])
+  planned = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+  assert "pos2_own seed 1" in planned
+  assert planned.count("top2 seed 0") <= 1
   with pytest.raises(ConfigError, match=r"--studies is empty; name some of: first_pair"):
     whole.main([*words, "--studies="])
   with pytest.raises(ConfigError, match=r"--studies='table9' is no study; one of: first_pair"):

@@ -1,22 +1,22 @@
-"""Trains what is missing in all studies of language, one study after the other, in one call.
+"""Trains what is missing in all studies of language, in one call.
 
   python experiments/quality/run.py --scale gpu --jobs 6 --limit_seconds 570 \\
       --config.data.source=jsonl --config.data.path=runs/packages_text --config.data.tokenizer=bpe
   python experiments/quality/run.py --scale gpu --studies table4,norms --table
 
-The studies of the smaller model come first (`STUDIES`), unless --studies gives another order. A run
-that two studies share is trained once. --limit_seconds is that of the whole call; whatever it cuts
-off goes on with the next. Without it each study has the time that its scale gives it. All other
-flags are those of a study's own run.py and go to each study; --out=FOLDER gives each a folder in
-it, FOLDER/STUDY/results.
+All their missing runs stand in one queue, seed by seed, and within a seed in the order of the
+studies (`STUDIES`, or that of --studies): a free GPU takes the next run, whichever study it is of.
+A run that two studies share is trained once. --limit_seconds is that of the whole call; whatever it
+cuts off goes on with the next. On a CPU a call without it ends after 14 minutes for each study. All
+other flags are those of a study's own run.py; --out=FOLDER gives each study a folder in it,
+FOLDER/STUDY/results.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
+import shlex
 import sys
-import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,7 +25,6 @@ sys.path.insert(0, str(HERE))
 import study  # noqa: E402
 
 from scmoe.base.errors import ConfigError, run_main  # noqa: E402
-from scmoe.base.output import say  # noqa: E402
 from scmoe.run.command_line import Flag, help_text, parse  # noqa: E402
 
 STUDIES = (
@@ -74,20 +73,28 @@ def main(argv: list[str]) -> None:
     raise ConfigError(f"--studies={unknown[0]!r} is no study; one of: {', '.join(STUDIES)}")
   if not names:
     raise ConfigError(f"--studies is empty; name some of: {', '.join(STUDIES)}")
-  limit, scale = values["limit_seconds"], values["scale"]
-  until = time.monotonic() + limit if limit > 0 else math.inf
-  own = [f"--{flag.name}={values[flag.name]}" for flag in study.FLAGS
-         if flag.name not in (*_OF_ONE, "out", "help")
-         and values[flag.name] != flag.default]  # fmt: skip
-  own += [f"--config.{name}={value}" for name, value in given]
+  if values["scale"] == "cpu" and values["limit_seconds"] < 0:
+    values["limit_seconds"] = study.CPU_LIMIT * len(names)
   out = Path(values["out"]) if values["out"] else None
+  beside = study.runs_of_all(out) if out else ()
+  command = shlex.join(["python", "experiments/quality/run.py", *argv])
+  many = []
   for name in names:
-    if until - time.monotonic() <= study.GRACE.get(scale, 0):
-      say(f"{name}: not begun, the time of the call is over")
-      continue
-    words = [*own, f"--out={out / name / 'results' if out else ''}"]
-    say(f"== {name}")
-    study.call(design_of(name), words, study.runs_of_all(out) if out else (), until)
+    own = {**values, "only": "", "workdir": "", "out": out / name / "results" if out else ""}
+    many.append(study.asked(design_of(name), own, given, command, beside))
+  if values["dry_run"]:
+    once = {(one.plan.digest(v), s): f"{one.plan.study}: {v} seed {s}"
+            for one in reversed(many) for v, s in reversed(one.waiting)}  # fmt: skip
+    return print("\n".join(reversed(once.values())))
+  try:
+    study.train(many, values)
+  finally:
+    # A run that two studies share is trained by one of them, and counts in both tables.
+    found = [result for one in many if one.watch for result in one.watch.results]
+    for one in many:
+      print(
+        f"\n== {one.plan.study}\n{study.shown(study.collected(one.plan, [*one.known, *found]))}"
+      )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import shlex
 import shutil
 import sys
@@ -211,16 +210,12 @@ def main(design: Design) -> None:
   run_main(command)
 
 
-def call(
-  design: Design, argv: list[str], beside: Sequence[Path] = (), until: float = math.inf
-) -> Study:
+def call(design: Design, argv: list[str]) -> Study:
   """Trains what is missing and prints the table.
 
   Args:
     design: of the study.
     argv: the command's arguments.
-    beside: folders with results of other studies, in addition to those of this repository.
-    until: value of `time.monotonic` at which a call of several studies ends, at the latest.
 
   Raises:
     ConfigError: a flag, a field or a variant cannot be used, or the plan is registered otherwise.
@@ -230,6 +225,63 @@ def call(
   if values["help"]:
     print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
     raise SystemExit(0)
+  command = shlex.join(["python", f"experiments/quality/{design.folder.name}/run.py", *argv])
+  one = asked(design, values, given, command)
+  if values["dry_run"]:
+    print("\n".join(f"{variant} seed {seed}" for variant, seed in one.waiting))
+    return one.study
+  try:
+    train([one], values)
+  finally:
+    print(("\n" if one.watch else "") + shown(one.study))
+  return one.study
+
+
+class Asked:
+  """What a call trains of one study.
+
+  Args:
+    plan: of the study.
+    known: results of earlier calls, of this study and of others.
+    wanted: the variants that this call trains.
+
+  Attributes:
+    waiting: (variant, seed) of the runs to train, by seed.
+    watch: keeps their results; None: this call trains none of them.
+  """
+
+  def __init__(self, plan: Plan, known: list[Result], wanted: set[str]):
+    self.plan, self.known = plan, known
+    self.watch: Pieces | None = None
+    done = self.study.done
+    self.waiting = [key for key in plan.runs if key not in done and key[0] in wanted]
+
+  @property
+  def study(self) -> Study:
+    """The study with all results that there are by now."""
+    return collected(self.plan, [*self.known, *(self.watch.results if self.watch else ())])
+
+
+def asked(
+  design: Design,
+  values: Mapping[str, Any],
+  given: list[tuple[str, str]],
+  command: str,
+  beside: Sequence[Path] = (),
+) -> Asked:
+  """Finds what is missing of a study, and prepares the folder of its results.
+
+  Args:
+    design: of the study.
+    values: of the flags `FLAGS`.
+    given: fields of the configuration that the command line gives.
+    command: noted with every result.
+    beside: folders with results of other studies, in addition to those of this repository.
+
+  Raises:
+    ConfigError: a field or a variant cannot be used, the plan is registered otherwise, or finished
+      runs read other data than this call would.
+  """
   scale, results = values["scale"], design.folder / "results"
   workdir = Path(values["workdir"] or f"runs/quality/{design.folder.name}/{scale}")
   # Nothing that a smoke run finds belongs among the results.
@@ -238,37 +290,49 @@ def call(
   folders = [*runs_of_all(design.folder.parent), *beside, out / "runs"]
   known = read_results(dict.fromkeys(folders), scale)
   wanted = _variants(plan, values["only"])
-  study = collected(plan, known)
-  missing = lambda study: [k for k in plan.runs if k not in study.done and k[0] in wanted]
-  waiting = missing(study)
-  if values["dry_run"]:
-    print("\n".join(f"{variant} seed {seed}" for variant, seed in waiting))
-    return study
-  if waiting and not values["table"]:
-    known = of_one_text(plan, known, *waiting[0])
-    waiting = missing(collected(plan, known))
-    prepare_workdir(out / "runs")
-    plan.write(out)
-    jobs = values["jobs"] or max(1, len(sweep.visible_gpus()))
-    limit = values["limit_seconds"]
-    limit = (CPU_LIMIT if scale == "cpu" else 0.0) if limit < 0 else limit
-    command = shlex.join(["python", f"experiments/quality/{design.folder.name}/run.py", *argv])
-    runs = {workdir / f"{variant}_seed-{seed}": (variant, seed) for variant, seed in waiting}
-    stamp = time.strftime("%Y%m%dT%H%M%S")
-    watch = Pieces(plan, runs, known, out / "runs" / f"{scale}-{stamp}.jsonl", limit,
-                   command, values["commit"], keep=values["keep"], until=until)  # fmt: skip
-    extra = [f"--simulate={n}"] if (n := values["simulate"]) else []
-    todo = [sweep.Run(folder, variant_run(plan, *key)) for folder, key in runs.items()]
-    # On a CPU a process starts and compiles about as long as it trains.
-    todo = sweep.together(todo) if values["together"] or scale == "cpu" else todo
-    try:
-      sweep.train_all(todo, sweep.shared_out(jobs, len(todo)), extra, watch)
-    finally:
-      study = collected(plan, [*known, *watch.results])
-      print("\n" + shown(study))
-  else:
-    print(shown(study))
-  return study
+  one = Asked(plan, known, wanted)
+  if not one.waiting or values["dry_run"] or values["table"]:
+    return one
+  one = Asked(plan, of_one_text(plan, known, *one.waiting[0]), wanted)
+  prepare_workdir(out / "runs")
+  plan.write(out)
+  limit = values["limit_seconds"]
+  limit = (CPU_LIMIT if scale == "cpu" else 0.0) if limit < 0 else limit
+  runs = {workdir / f"{variant}_seed-{seed}": (variant, seed) for variant, seed in one.waiting}
+  file = out / "runs" / f"{scale}-{time.strftime('%Y%m%dT%H%M%S')}.jsonl"
+  one.watch = Pieces(
+    plan, runs, one.known, file, limit, command, values["commit"], keep=values["keep"]
+  )
+  return one
+
+
+def train(many: Sequence[Asked], values: Mapping[str, Any]) -> None:
+  """Trains the missing runs of several studies in one queue, by seed, each run once.
+
+  A free GPU takes the next run, whichever study it is of, so that none waits for a study to end.
+
+  Args:
+    many: from `asked`; where two miss the same run, the first trains it.
+    values: of the flags `FLAGS`.
+
+  Raises:
+    Preempted: a signal stopped the call; its runs have saved.
+  """
+  queue: dict[tuple[str, int], tuple[sweep.Run, Pieces]] = {}
+  for one in many:
+    for folder, (variant, seed) in one.watch.runs.items() if one.watch else ():
+      run = sweep.Run(folder, variant_run(one.plan, variant, seed))
+      queue.setdefault((one.plan.digest(variant), seed), (run, one.watch))
+  if not queue:
+    return
+  todo = [run for (_, seed), (run, _) in sorted(queue.items(), key=lambda item: item[0][1])]
+  # On a CPU a process starts and compiles about as long as it trains.
+  together = values["together"] or values["scale"] == "cpu"
+  todo = sweep.together(todo) if together else todo
+  jobs = values["jobs"] or max(1, len(sweep.visible_gpus()))
+  extra = [f"--simulate={n}"] if (n := values["simulate"]) else []
+  watch = _Watches({run.folder: watch for run, watch in queue.values()})
+  sweep.train_all(todo, sweep.shared_out(jobs, len(todo)), extra, watch)
 
 
 def of_one_text(plan: Plan, known: list[Result], variant: str, seed: int) -> list[Result]:
@@ -286,8 +350,7 @@ def of_one_text(plan: Plan, known: list[Result], variant: str, seed: int) -> lis
   if not any(result["data"] for result in known):
     return known
   run = variant_run(plan, variant, seed)
-  run = run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
-  here = text_of(modality_of(run).open_data(run).fingerprint())
+  here = _text_here(run)
   own = (result for result in collected(plan, known).done.values() if result["study"] == plan.study)
   theirs = next((text_of(result["data"]) for result in own), {})
   if (name := next((n for n in theirs if here.get(n) != theirs[n]), None)) is not None:
@@ -297,6 +360,18 @@ def of_one_text(plan: Plan, known: list[Result], variant: str, seed: int) -> lis
       f"move results/runs/{plan.scale}-*.jsonl away to begin anew"
     )
   return [r for r in known if r["study"] == plan.study or text_of(r["data"]) == here]
+
+
+_TEXTS: dict[Any, dict[str, Any]] = {}
+
+
+def _text_here(run: RunConfig) -> dict[str, Any]:
+  """The part of the data's fingerprint that runs must share, read once for all studies."""
+  known_by = (run.data, run.train)
+  if known_by not in _TEXTS:
+    run = run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
+    _TEXTS[known_by] = text_of(modality_of(run).open_data(run).fingerprint())
+  return _TEXTS[known_by]
 
 
 def registered(
@@ -357,7 +432,6 @@ class Pieces(sweep.Watch):
     limit: seconds of the call; 0: none.
     command, commit: noted with every result.
     keep: checkpoints of runs that are done stay.
-    until: value of `time.monotonic` at which the call ends, if before its limit.
   """
 
   def __init__(
@@ -371,14 +445,13 @@ class Pieces(sweep.Watch):
     commit: str,
     *,
     keep: bool,
-    until: float = math.inf,
   ):
     self.plan, self.runs, self.file, self.keep = plan, runs, file, keep
     self.command, self.commit = command, commit
     self.results: list[Result] = []
     self.whole = limit - GRACE[plan.scale]
     if limit:
-      self.until = min(time.monotonic() + self.whole, until - GRACE[plan.scale])
+      self.until = time.monotonic() + self.whole
     steps = plan.config["train"]["steps"]
     alike = (r.get("seconds", 0.0) for r in known if r.get("steps") == steps)
     self._earlier = max(alike, default=0.0)
@@ -425,6 +498,28 @@ class Pieces(sweep.Watch):
       self._slowest = max(self._slowest, seconds)
       if not self.keep:
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
+
+
+class _Watches(sweep.Watch):
+  """Hands each run to the watch of its study.
+
+  Args:
+    of: folder of a run -> watch of its study.
+  """
+
+  def __init__(self, of: Mapping[Path, Pieces]):
+    self.of = of
+    self.until = min(watch.until for watch in of.values())
+
+  def may_begin(self, run: sweep.Run) -> bool:
+    return self.of[run.folder].may_begin(run)
+
+  def ended(self, run: sweep.Run, seconds: float) -> None:
+    for watch in dict.fromkeys(self.of[one.folder] for one in run.all):
+      own = [one for one in run.all if self.of[one.folder] is watch]
+      watch.ended(
+        dataclasses.replace(own[0], beside=tuple(own[1:])), seconds * len(own) / len(run.all)
+      )
 
 
 def against(base: str, *variants: str, margins: Mapping[str, float] | None = None) -> tuple:

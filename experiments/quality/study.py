@@ -319,10 +319,10 @@ def train(many: Sequence[Asked], values: Mapping[str, Any]) -> None:
     Preempted: a signal stopped the call; its runs have saved.
   """
   queue: dict[tuple[str, int], tuple[sweep.Run, Pieces]] = {}
-  for one in many:
-    for folder, (variant, seed) in one.watch.runs.items() if one.watch else ():
-      run = sweep.Run(folder, variant_run(one.plan, variant, seed))
-      queue.setdefault((one.plan.digest(variant), seed), (run, one.watch))
+  for plan, watch in ((one.plan, one.watch) for one in many if one.watch):
+    for folder, (variant, seed) in watch.runs.items():
+      run = sweep.Run(folder, variant_run(plan, variant, seed))
+      queue.setdefault((plan.digest(variant), seed), (run, watch))
   if not queue:
     return
   todo = [run for (_, seed), (run, _) in sorted(queue.items(), key=lambda item: item[0][1])]

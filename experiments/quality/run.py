@@ -37,6 +37,7 @@ STUDIES = (
   "experts",
   "table6_7",
   "effective_speedup",
+  "muon",
   "table1_3_language",
 )
 # Flags that name variants or folders of one study.

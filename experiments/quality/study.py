@@ -238,7 +238,7 @@ def call(design: Design, argv: list[str]) -> Study:
 
 
 class Asked:
-  """What a call trains of one study.
+  """The runs of one study that a call trains.
 
   Args:
     plan: of the study.

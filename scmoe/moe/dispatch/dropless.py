@@ -63,21 +63,21 @@ OVERFLOW = 4
 BESIDE_EXPERT = tuple(axis for axis in TOKEN_AXES if axis != "expert")
 
 
-def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> int:
+def buffer_rows(choices: float, *, slack: float, peers: int, chunks: int = 1) -> int:
   """Rows for each peer in one chunk of the first round; all choices if there is one rank only.
 
   With several ranks the number is rounded up, and at least 1. It is P unless `Dropless.longest`
   needs fewer.
 
   Args:
-    choices: T·K of one device.
+    choices: T·K of one device, or the number of rows that its queues are expected to have.
     slack: ratio of the first round's rows for a peer, in all chunks together, to the balanced
       share, which is choices / peers.
     peers: W, the number of ranks, this one included.
     chunks: number of parts of the round.
   """
   if peers == 1:
-    return choices
+    return math.ceil(choices)
   return max(1, math.ceil(slack * choices / peers / chunks))
 
 
@@ -116,6 +116,7 @@ class Dropless:
   longest: int | None = None
   first_round: bool = False
   delivers: ClassVar[bool] = False  # whether `_send` itself brings the rows to their experts
+  weighs: ClassVar[bool] = True  # whether the tokens' device multiplies the outputs by the weights
 
   @property
   def sends_ahead(self) -> bool:
@@ -151,14 +152,14 @@ class Dropless:
       ConfigError: `routing` is no `Routing`, or `order` is unknown; see also `Put`.
     """
     check_type("routing", routing, Routing)
-    size = self._rows(routing.expert_TK.size)
-    queues = make_queues(routing, self.exchange, self.order)
+    size, longest = self._rows(routing), self._longest(routing)
+    queues = self._queues(routing)
     none, rounds = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     overflow_TD = left_over = None
     if self.first_round:
       left = jnp.maximum(0, queues.longest - size * self.chunks)
       rounds += -(-left // overflow_rows(size * self.chunks))
-    elif self.longest is None or size * self.chunks < self.longest:
+    elif longest is None or size * self.chunks < longest:
       # All devices of the mesh run the loop equally often, as the longest queue of any of them
       # requires, also those that this exchange does not reach: devices that share an expert gather
       # its weights, or each other's rows, within the loop.
@@ -182,16 +183,19 @@ class Dropless:
         rows_RD = self.exchange.to_experts(packed, chunk).reshape(rows_RD.shape)
       # With `train.remat` dots or full, `jax.checkpoint` keeps the values named "moe_rows": the
       # backward pass exchanges no row of the first round again.
-      rows.append(checkpoint_name(rows_RD, "moe_rows"))
-      layouts.append(self._layout(sent, queues, chunk * size, size))
-      windows.append(sent.window)
-      plans.append(sent.plan)
+      sent = dataclasses.replace(sent, rows_RD=checkpoint_name(rows_RD, "moe_rows"))
+      arrived, layout = self._arrived(sent, queues, chunk * size, size)
+      rows.append(arrived.rows_RD)
+      layouts.append(layout)
+      windows.append(arrived.window)
+      plans.append(arrived.plan)
     if overflow_TD is not None:
       # In the backward pass, this barrier makes the overflow rounds, and the exchange of the first
       # chunk's gradient, wait until the experts have computed that gradient.
       rows[0], overflow_TD = barrier((rows[0], overflow_TD), "backward")
       overflow_TD = checkpoint_name(overflow_TD, "moe_rows")
-    kept = tuple(windows), routing.weight_TK, overflow_TD, left_over, tuple(plans)
+    weight_TK = routing.weight_TK if self.weighs else None
+    kept = tuple(windows), weight_TK, overflow_TD, left_over, tuple(plans)
     return Dispatched(tuple(rows), tuple(layouts), none, rounds, *kept)
 
   def overflow(
@@ -214,7 +218,8 @@ class Dropless:
     """
     check_type("sent", sent, Dispatched)
     back = []
-    for rows_RD in sent.rows:
+    for rows_RD, plan in zip(sent.rows, sent.plans, strict=True):
+      rows_RD = self._returning(rows_RD, plan)
       packed = rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1])
       ours_RD = self.exchange.all_to_all(packed).reshape(rows_RD.shape)
       back.append(checkpoint_name(ours_RD, "moe_rows"))
@@ -247,23 +252,82 @@ class Dropless:
       The chunk with the rows that leave, or with those that arrive if the transport `delivers`; the
       queues, tied by a barrier to the rows that leave (but see `Put`); and `before`, tied to both.
     """
-    window = make_window(queues, chunk * size, size)
-    rows_RD, queues = _send_buffer(x_TD, routing.input_weight_TK, queues, window)
+    given_TK, multiplies_input = _used_weights(routing)
+    sent, queues = self._pack(x_TD, given_TK, multiplies_input, queues, chunk * size, size)
     if before is not None:
-      rows_RD, queues, before = barrier((rows_RD, queues, before), "forward")
-    return Chunk(rows_RD, window), queues, before
+      rows_RD, queues, before = barrier((sent.rows_RD, queues, before), "forward")
+      sent = dataclasses.replace(sent, rows_RD=rows_RD)
+    return sent, queues, before
 
-  def _layout(self, sent: Chunk, queues: Queues, low: int, size: int) -> RowLayout:
-    """The layout of the rows that arrive here: each rank's queue for this device, positions
-    [low, low + size)."""
-    del sent
-    return _layout_of_window(queues, low, size)
+  # The methods below are what differs between this transport and others with the same rounds.
 
-  def _rows(self, choices: int) -> int:
-    """Rows for each peer in one chunk of the first round (P); no more than `longest` needs."""
-    peers, chunks = self.exchange.size, self.chunks
-    rows = buffer_rows(choices, slack=self.slack, peers=peers, chunks=chunks)
-    return rows if self.longest is None else min(rows, -(-self.longest // chunks))
+  def _queues(self, routing: Routing) -> Any:
+    """The queues of this device's choices; a pytree with the array `longest` of `Queues`."""
+    priority_T = priorities(routing, self.order)
+    taken_TK, count_E = routing.taken_TK, routing.count_E
+    return make_queues(
+      routing.expert_TK, taken_TK, count_E, self.exchange, self.order, priority_T=priority_T
+    )
+
+  def _pack(
+    self, x_TD: Array, given_TK: Array, multiplies_input: bool, queues: Any, low: Any, size: int
+  ) -> tuple[Chunk, Any]:
+    """Packs the rows at positions [low, low + size) of every queue.
+
+    Args:
+      x_TD: tokens of this device.
+      given_TK: the weights of their choices.
+      multiplies_input: whether these weights multiply the experts' input, or their output.
+      queues: of their choices.
+      low: the first position; may be traced.
+      size: number of positions.
+
+    Returns:
+      The rows that leave, and the queues, tied to these rows by a barrier.
+    """
+    window = make_window(queues, low, size)
+    rows_RD = gather_rows(x_TD, window)
+    if multiplies_input:
+      rows_RD = weigh_rows(rows_RD, given_TK, window)
+    # The layout of the arriving rows is computed from the returned queues: not before the buffer is
+    # full, but perhaps beside the exchange.
+    queues, rows_RD = barrier((queues, rows_RD))
+    return Chunk(rows_RD, window), queues
+
+  def _arrived(self, sent: Chunk, queues: Any, low: Any, size: int) -> tuple[Chunk, RowLayout]:
+    """The rows as the experts get them, and their layout.
+
+    Args:
+      sent: rows that have arrived, from positions [low, low + size) of each rank's queue for this
+        device.
+      queues, low, size: as for `_pack`.
+    """
+    return sent, _layout_of_window(queues, low, size)
+
+  def _returning(self, rows_RD: Array, plan: Any) -> Array:
+    """The rows that go back to their tokens' devices, made of the experts' outputs for a chunk.
+
+    Args:
+      rows_RD: the outputs.
+      plan: that of the chunk that `_arrived` returned.
+    """
+    del plan
+    return rows_RD
+
+  def _longest(self, routing: Routing) -> int | None:
+    """An upper bound of a queue's length; None: no bound is known."""
+    del routing
+    return self.longest
+
+  def _expected(self, routing: Routing) -> float:
+    """The expected number of rows in all queues of a device together, for a balanced router."""
+    return routing.expert_TK.size
+
+  def _rows(self, routing: Routing) -> int:
+    """Rows for each peer in one chunk of the first round (P); no more than `_longest` needs."""
+    peers, chunks, longest = self.exchange.size, self.chunks, self._longest(routing)
+    rows = buffer_rows(self._expected(routing), slack=self.slack, peers=peers, chunks=chunks)
+    return rows if longest is None else min(rows, -(-longest // chunks))
 
   def _overflow(
     self, x_TD: Array, routing: Routing, queues: Queues, rounds: Array, experts: Any
@@ -275,27 +339,27 @@ class Dropless:
     type of x; that loses little precision, since a token has rows in at most K rounds.
     """
     peers = self.exchange.size
-    first = self.chunks * self._rows(routing.expert_TK.size)
-    size, before = overflow_rows(first), routing.input_weight_TK is not None
+    first = self.chunks * self._rows(routing)
+    size = overflow_rows(first)
+    given_TK, multiplies_input = _used_weights(routing)
     graph, state = nnx.split(experts) if isinstance(experts, nnx.Module) else (None, ())
 
     def run_round(index, x_TD, given_TK, state, queues):
       low = first + (index - 1) * size
-      window = make_window(queues, low, size)
-      # Weights multiply rows either before or after the experts. The loop gets, and differentiates,
-      # only the one array of weights that is used.
-      input_TK, weight_TK = (given_TK, jnp.ones_like(given_TK)) if before else (None, given_TK)
       with jax.named_scope("dispatch"):
-        rows_RD, queues = _send_buffer(x_TD, input_TK, queues, window)
-        arrived = self.exchange.to_experts(rows_RD.reshape(peers, size, -1))
+        sent, queues = self._pack(x_TD, given_TK, multiplies_input, queues, low, size)
+        rows = self.exchange.to_experts(sent.rows_RD.reshape(peers, size, -1))
+        sent = dataclasses.replace(sent, rows_RD=rows.reshape(sent.rows_RD.shape))
       run = experts if graph is None else nnx.merge(graph, state)
       with jax.named_scope("experts"):
-        done_RD = run(arrived.reshape(rows_RD.shape), _layout_of_window(queues, low, size))
+        arrived, layout = self._arrived(sent, queues, low, size)
+        done_RD = run(arrived.rows_RD, layout)
       with jax.named_scope("combine"):
+        done_RD = self._returning(done_RD, arrived.plan)
         ours = self.exchange.all_to_all(done_RD.reshape(peers, size, -1))
-        return sum_rows(ours.reshape(done_RD.shape), weight_TK, window)
+        weight_TK = None if multiplies_input or not self.weighs else given_TK
+        return sum_rows(ours.reshape(done_RD.shape), weight_TK, sent.window)
 
-    given_TK = routing.input_weight_TK if before else routing.weight_TK
     return _sum_of_rounds(run_round, x_TD, given_TK, state, queues, rounds)
 
 
@@ -314,20 +378,14 @@ class Chunk:
   plan: Any = None
 
 
-def _send_buffer(
-  x_TD: Array, input_weight_TK: Array | None, queues: Queues, window: Permutation
-) -> tuple[Array, Queues]:
-  """The rows of the window's send buffer, and the queues, tied to these rows by a barrier.
+def _used_weights(routing: Routing) -> tuple[Array, bool]:
+  """The weights of the choices, and whether they multiply the experts' input or their output.
 
-  The rows are weighted already if weights multiply the experts' input. The layout of the arriving
-  rows is computed from the returned queues: not before the buffer is full, but perhaps beside the
-  exchange.
+  The loop of overflow rounds gets, and differentiates, only this one array of weights.
   """
-  rows_RD = gather_rows(x_TD, window)
-  if input_weight_TK is not None:
-    rows_RD = weigh_rows(rows_RD, input_weight_TK, window)
-  queues, rows_RD = barrier((queues, rows_RD))
-  return rows_RD, queues
+  if routing.input_weight_TK is None:
+    return routing.weight_TK, False
+  return routing.input_weight_TK, True
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -402,20 +460,38 @@ class Queues:
   received_We: Array
 
 
-def make_queues(routing: Routing, exchange: Exchange, order: str) -> Queues:
+def priorities(routing: Routing, order: str) -> Array | None:
+  """The tokens' priorities for `queue_positions`; None if `order` is not `priority`."""
+  return routing.probs_TE.max(-1) if order == "priority" else None
+
+
+def make_queues(
+  expert_TK: Array,
+  taken_TK: Array,
+  count_E: Array,
+  exchange: Exchange,
+  order: str,
+  *,
+  priority_T: Array | None = None,
+) -> Queues:
   """Makes the queues of this device's choices, one per peer.
 
   One small all-gather of the counts tells every rank both how many rows it will receive and how
   long the longest queue of any rank is.
+
+  Args:
+    expert_TK: int32, the experts that are chosen, E / W of them on each rank.
+    taken_TK: bool, True for choices that stand in a queue.
+    count_E: int32, number of these choices of each expert.
+    exchange: between the W ranks.
+    order, priority_T: see `queue_positions`.
   """
   assert exchange.axis is not None
-  num_experts, ranks = routing.num_experts, exchange.size
-  priority_T = routing.probs_TE.max(-1) if order == "priority" else None
-  taken_TK, expert_TK = routing.taken_TK, routing.expert_TK
+  num_experts, ranks = count_E.size, exchange.size
   position_TK, _ = queue_positions(
     expert_TK, num_experts, 1, taken_TK, order=order, priority_T=priority_T
   )
-  sent_We = routing.count_E.reshape(ranks, num_experts // ranks)
+  sent_We = count_E.reshape(ranks, num_experts // ranks)
   with jax.named_scope("counts"):
     everyone_WWe = jax.lax.all_gather(sent_We, exchange.axis)
     # The counts are named like the rows, so that a backward pass that recomputes the forward pass

@@ -14,8 +14,9 @@ from jax import Array
 from jaxtyping import Float
 
 from scmoe.base.options import check_type
-from scmoe.kernels.grouped_matmul import choices_layout, sorted_layout
+from scmoe.kernels.grouped_matmul import RowLayout, choices_layout, sorted_layout
 from scmoe.kernels.permute import (
+  Permutation,
   gather_rows,
   make_permutation,
   running_positions,
@@ -51,13 +52,9 @@ class Local:
     if routing.input_weight_TK is None:
       layout = choices_layout(expert_TK, routing.weight_TK, routing.num_experts)
       return Dispatched((x_TD,), (layout,), none, one)
-    position_TK, count_E = running_positions(expert_TK, routing.num_experts)
-    # A choice that is not taken gets a row number past the last row, so the permutation gives it no
-    # row.
-    start_E1 = jnp.append(jnp.cumsum(count_E) - count_E, expert_TK.size)
-    permutation = make_permutation(start_E1[expert_TK] + position_TK, expert_TK.size)
-    rows_RD = weigh_rows(gather_rows(x_TD, permutation), routing.input_weight_TK, permutation)
-    layout = sorted_layout(count_E, expert_TK.size)
+    rows_RD, layout, permutation = weighted_rows(
+      x_TD, expert_TK, routing.input_weight_TK, routing.num_experts
+    )
     return Dispatched((rows_RD,), (layout,), none, one, (permutation,), routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
@@ -70,3 +67,26 @@ class Local:
     if not sent.permutations:
       return sent.rows[0]
     return sum_chunks(sent.rows, sent.weight_TK, sent.permutations)
+
+
+def weighted_rows(
+  x_TD: Array, expert_TK: Array, weight_TK: Array, num_experts: int
+) -> tuple[Array, RowLayout, Permutation]:
+  """A weighted row for each choice, sorted by expert, where weights multiply the experts' input.
+
+  Args:
+    x_TD: the tokens.
+    expert_TK: int32, their choices; `num_experts` for none.
+    weight_TK: the factor of each choice's row.
+    num_experts: E.
+
+  Returns:
+    The rows [T·K, D], with zeros behind those of all choices; their layout; and which choice fills
+    which row.
+  """
+  position_TK, count_E = running_positions(expert_TK, num_experts)
+  # A choice that is none gets a row number past the last row, so the permutation gives it no row.
+  start_E1 = jnp.append(jnp.cumsum(count_E) - count_E, expert_TK.size)
+  permutation = make_permutation(start_E1[expert_TK] + position_TK, expert_TK.size)
+  rows_RD = weigh_rows(gather_rows(x_TD, permutation), weight_TK, permutation)
+  return rows_RD, sorted_layout(count_E, expert_TK.size), permutation

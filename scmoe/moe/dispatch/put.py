@@ -24,7 +24,7 @@ counts tell.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -92,10 +92,16 @@ class Put(Dropless):
     origin_R = checkpoint_name(origin_R, "moe_rows")
     return Chunk(rows_RD, plan.window, (plan, origin_R)), queues, before
 
-  def _layout(self, sent: Chunk, queues: Queues, low: int, size: int) -> RowLayout:
-    """The layout of the experts' tiles, in which `_send` has put the rows."""
-    del queues, low, size
-    return tiled_layout(sent.plan[0].groups)
+  def _arrived(
+    self, sent: Chunk, queues: Queues, low: Any, size: int
+  ) -> tuple[Chunk, RowLayout]:
+    """The rows, with the layout of the experts' tiles in which `_send` has put them.
+
+    Rows of overflow rounds come by all-to-all, without a plan; see `Dropless._arrived`.
+    """
+    if sent.plan is None:
+      return super()._arrived(sent, queues, low, size)
+    return sent, tiled_layout(sent.plan[0].groups)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Puts the outputs back into their choices' slots, and adds them up; see `Dropless.combine`."""

@@ -175,7 +175,7 @@ def test_a_group_of_options_must_be_one():
   [
     (lambda: scmoe.DispatchConfig("droples"),
      "dispatch.transport='droples' is unknown; did you mean 'dropless'? one of: capacity, packed, "
-     "dropless, put, or your own as my_package.module:Name"),
+     "dropless, per_rank, put, or your own as my_package.module:Name"),
     (lambda: scmoe.RouterConfig(scoring_func="sigmod"),
      "router.scoring_func='sigmod' is unknown; did you mean 'sigmoid'? one of: softmax, sigmoid"),
     (lambda: scmoe.RouterConfig(balance="nonsense"),

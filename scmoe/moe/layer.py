@@ -83,8 +83,8 @@ class MoECall:
     gate: index of the gate that chooses, where there are several (Tutel gate_index); may be traced.
       An array [B] has an index for each row of tokens [B, ..., D] (`router.tasks`).
     capacity_factor: replaces `dispatch.capacity_factor` in this call (Tutel's runtime capacity); 0
-      drops nothing, any other value may, even with the transports `dropless` and `put`. None: the
-      configured factor, which `dropless` and `put` do not read.
+      drops nothing, any other value may, even with a transport that drops nothing otherwise
+      (`dropless`, `per_rank`, `put`). None: the configured factor, which these do not read.
     no_drop: whether every expert has room for all tokens, whatever the factor (decoding, exact
       evaluation).
   """

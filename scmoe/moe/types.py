@@ -113,16 +113,17 @@ class Dispatched:
   Attributes:
     rows: the rows, one array for each chunk (`dispatch.chunks`), from `Local` one array in all; for
       `combine` the experts' outputs in their place.
-    layouts: for each chunk, the expert of each row. If tokens stay in place (`Local`) and weights
-      multiply the experts' output, a row is a token, and the layout names the experts it chose.
+    layouts: for each chunk, the expert of each row. If tokens stay in place (`Local`) or travel
+      once to each rank (`PerRank`), and weights multiply the experts' output, a row is a token, and
+      the layout names the experts it chose.
     dropped: int32 scalar, how many choices of this device the transport dropped; those that
       `dispatch.ablation.first_round` leaves out do not count.
     rounds: int32 scalar, 1 + the number of overflow rounds; if `dispatch.ablation.first_round`
       leaves them out, 1 + the number that would be needed. Of the transports here, `Dropless` has
-      such rounds, and `Put` and `Packed`, which are built on it.
+      such rounds, and `PerRank`, `Put` and `Packed`, which are built on it.
     permutations: for each chunk, which choice of this device fills which row of its send buffer, or
-      with `Local` of its rows sorted by expert. Empty where tokens stay in place (`Local`) and the
-      experts add up each token's choices.
+      with `Local` of its rows sorted by expert. `PerRank` counts a token as a choice of each rank.
+      Empty where tokens stay in place (`Local`) and the experts add up each token's choices.
     weight_TK: combine weights that `combine` applies; None where the experts apply them.
     overflow_TD: the overflow rounds' part of the output, in the tokens' type, 0 if no round was
       needed. None if the program has no overflow rounds, because none can be needed or because
@@ -130,7 +131,9 @@ class Dispatched:
     queues: the queues (`dropless.Queues`) from which overflow rounds have yet to send; None if the
       program has no such rounds, or they have run.
     plans: from `Put`, for each chunk what `combine` needs beside rows and permutation; from
-      `Dropless`, also within `Packed`, None for each chunk; else empty.
+      `PerRank`, if weights multiply the experts' input, which choice fills which of the rows; from
+      `PerRank` otherwise and from `Dropless`, also within `Packed`, None for each chunk; else
+      empty.
   """
 
   rows: tuple[Array, ...]

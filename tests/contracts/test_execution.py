@@ -117,8 +117,9 @@ def test_what_is_recomputed_changes_no_gradient(remat):
     DispatchConfig(transport="dropless", slack=1.0),
     night(DispatchConfig(transport="packed", slack=1.0)),
     night(DispatchConfig(transport="dropless", slack=1.0, overflow="repeat")),
+    night(DispatchConfig(transport="per_rank", slack=1.0)),
   ],
-  ids=["dropless", "packed", "repeat"],
+  ids=["dropless", "packed", "repeat", "per_rank"],
 )
 def test_experts_are_recomputed_in_overflow_rounds_too(dispatch):
   """On two devices: the loop of overflow rounds finds the parameters of recomputed experts."""

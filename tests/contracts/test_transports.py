@@ -23,15 +23,18 @@ from scmoe.moe.dispatch import (
   Dropless,
   Local,
   Packed,
+  PerRank,
   Put,
   dropless,
   make_transport,
 )
 from scmoe.moe.dispatch.fp8_rows import Fp8Exchange, read_rows, row_bytes
+from scmoe.moe.dispatch.options import DispatchAblation
 from scmoe.moe.experts import FFNExperts, FFNExpertsConfig
 from scmoe.moe.route import make_routing
 from scmoe.parallel.collectives import Exchange, waiting
 from scmoe.parallel.mesh import AXES, BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
+from scmoe.profiling.exchanges import collectives
 
 T, D, F, K = 64, 8, 16, 2  # T is global
 
@@ -123,6 +126,8 @@ def compiled(
       way = Packed(rows, way)
     if transport == "put":
       way = Put(exchange, slack, chunks)
+    if transport == "per_rank" and exchange.size > 1:
+      way = PerRank(exchange, slack, chunks)
     experts = with_weights(weights)
     sent = way.dispatch(x, routing, experts)
     rows = tuple(experts(rows, layout) for rows, layout in zip(sent.rows, sent.layouts))
@@ -164,6 +169,7 @@ def _child(tree, key):
   ("transport", "devices"),
   [("capacity", 1), ("capacity", 8), ("packed", 1), ("packed", 4),
    ("dropless", 1), night("dropless", 2), night("dropless", 4), ("dropless", 8),
+   night("per_rank", 2), ("per_rank", 4), ("per_rank", 8),
    night("put", 2), ("put", 4), night("put", 8)],
 )  # fmt: skip
 def test_equals_the_dense_sum(kind, transport, devices):
@@ -260,13 +266,26 @@ def test_all_to_one_expert_needs_the_rounds_that_its_queue_says(slack):
   assert rounds == 1 + -(-(8 - first) // dropless.overflow_rows(first))
 
 
-@pytest.mark.parametrize(("transport", "chunks"), [("capacity", 2), ("dropless", 3), ("put", 2)])
+@pytest.mark.parametrize("slack", [1.0, 3.0])
+def test_all_tokens_to_one_rank_need_the_rounds_that_its_queue_says(slack):
+  """On 8 devices, each with 8 tokens, a rank gets 8 · (1 - (7/8)²) = 1.875 tokens of a device."""
+  got, rounds = run("one", devices=8, transport="per_rank", slack=slack)
+  assert_equals_oracle("one", got)
+  # P = 2 leaves six tokens for rounds of one row, P = 6 two for one round of two.
+  assert rounds == {1.0: 7, 3.0: 2}[slack]
+
+
+@pytest.mark.parametrize(
+  ("transport", "chunks"), [("capacity", 2), ("dropless", 3), ("per_rank", 2), ("put", 2)]
+)
 def test_chunks_change_nothing(transport, chunks):
   got, _ = run("zipf", devices=4, transport=transport, chunks=chunks)
   assert_equals_oracle("zipf", got)
 
 
-@pytest.mark.parametrize(("transport", "nodes"), [("capacity", 4), ("dropless", 2)])
+@pytest.mark.parametrize(
+  ("transport", "nodes"), [("capacity", 4), ("dropless", 2), ("per_rank", 4)]
+)
 def test_two_step_exchange_is_the_linear_one_bit_for_bit(transport, nodes):
   linear, _ = run("zipf", devices=8, transport=transport)
   two_step, _ = run("zipf", devices=8, transport=transport, nodes=nodes)
@@ -277,6 +296,8 @@ def test_two_step_exchange_is_the_linear_one_bit_for_bit(transport, nodes):
   ("transport", "kind", "options"),
   [("capacity", "zipf", {"chunks": 2}), ("dropless", "one", {"slack": 1.0}),
    ("dropless", "zipf", {"chunks": 3, "nodes": 2}),
+   ("per_rank", "one", {"slack": 1.0}),
+   ("per_rank", "zipf", {"chunks": 3, "nodes": 2}),
    ("packed", "zipf", {"replicas": 2, "E": 2}),
    night("capacity", "balanced", {"nodes": 4})],
 )  # fmt: skip
@@ -344,12 +365,181 @@ def test_bytes_of_rows_are_read_as_they_were_written(width, dtype):
 @pytest.mark.parametrize(
   ("transport", "replicas"),
   [("capacity", 2), night("capacity", 0), ("dropless", 0), night("dropless", 1),
-   night("dropless", 2), ("dropless", 4)],
+   night("dropless", 2), ("dropless", 4), night("per_rank", 1), ("per_rank", 2)],
 )  # fmt: skip
 def test_every_way_to_share_an_expert_is_the_same_function(transport, replicas):
   """Two experts on eight devices: hidden width split in four; Tutel's r from 0 to 4."""
   got, _ = run("zipf", devices=8, transport=transport, replicas=replicas, E=2)
   assert_equals_oracle("zipf", got, E=2)
+
+
+# -- choices of all kinds -------------------------------------------------------------------------
+
+MANY = 4  # choices of a token; two of the ten experts are zero experts
+
+
+@functools.cache
+def mixed():
+  """Tokens with choices of zero experts, some not made, some tokens masked; experts' weights."""
+  rng = np.random.default_rng(11)
+  x, _, weights, _, cotangent = problem("zipf", 8)
+  share = 1 / np.arange(1, 11)
+  draw = lambda: rng.choice(10, MANY, replace=False, p=share / share.sum())
+  expert = jnp.asarray([draw() for _ in range(T)], jnp.int32)
+  weight = jnp.asarray(rng.uniform(0.1, 1, (T, MANY)), jnp.float32)
+  made = jnp.asarray(rng.random((T, MANY)) < 0.8)
+  mask = jnp.asarray(np.arange(T) % 7 != 3)
+  return (x, weight, weights), expert, made, mask, cotangent
+
+
+def dense_mixed(x_TD, weight_TK, weights, taken_TK, expert_TK, weigh_input):
+  """Every computing expert on a row for each choice; float64."""
+  factor_TK = jnp.where(taken_TK, weight_TK, 0)
+  row_TKD = x_TD[:, None] * (factor_TK[..., None] if weigh_input else 1)
+  up = jnp.einsum("tkd,edf->tkef", row_TKD, weights.up_GDF) + weights.up_bias_GF
+  gate = jnp.einsum("tkd,edf->tkef", row_TKD, weights.gate_GDF)
+  out = jnp.einsum("tkef,efd->tked", jax.nn.silu(gate) * up, weights.down_GFD)
+  out = out + weights.down_bias_GD
+  chosen = taken_TK[..., None] & (expert_TK[..., None] == jnp.arange(8))
+  factor = chosen * (1 if weigh_input else factor_TK[..., None])
+  return (factor[..., None] * out).sum((1, 2))
+
+
+@pytest.mark.parametrize(
+  ("transport", "devices", "weights", "slack", "chunks"),
+  [("per_rank", 1, "after", 1.0, 1), ("per_rank", 2, "before", 1.0, 1),
+   ("per_rank", 2, "after", 1.25, 2), ("per_rank", 4, "before", 1.0, 2),
+   ("per_rank", 8, "after", 1.0, 1), ("dropless", 4, "before", 1.0, 1),
+   night("per_rank", 1, "before", 1.0, 1), night("per_rank", 2, "before", 1.25, 1),
+   night("per_rank", 4, "after", 1.0, 1), night("per_rank", 8, "before", 1.0, 2)],
+)  # fmt: skip
+def test_zero_experts_masks_choices_not_made_and_weights_of_the_input(
+  transport, devices, weights, slack, chunks
+):
+  """Against a plain sum over all experts; on more than two devices it needs overflow rounds."""
+  given, expert, made, mask, cotangent = mixed()
+  taken, before = made & mask[:, None] & (expert < 8), weights == "before"
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda a: a.astype(jnp.float64), given)
+    want, pull = jax.vjp(lambda *a: dense_mixed(*a, taken, expert, before), *wide)
+    want = jax.tree.map(np.asarray, (want, pull(cotangent.astype(jnp.float64))))
+  mesh = make_mesh(MeshConfig(data=1, expert=devices), num_experts=8)
+  with_weights, specs = experts_of(8, 1)
+  config = DispatchConfig(transport, slack=slack, chunks=chunks)
+
+  def local(x, weight, experts, expert, made, mask):
+    probs, experts = jnp.tile(jnp.abs(x[:, :5]), 2), with_weights(experts)
+    options = {"made_TK": made, "mask_T": mask, "weights": weights}
+    routing = make_routing(expert, weight, probs, probs, **options)
+    routing = dataclasses.replace(routing, zero_experts=2)
+    sizes = {"tokens": x.shape[0], "num_experts": 8, "k": MANY, "zero_experts": 2}
+    way = make_transport(config, **sizes, order="priority")
+    sent = way.dispatch(x, routing, experts)
+    rows = tuple(experts(rows, layout) for rows, layout in zip(sent.rows, sent.layouts))
+    y = way.combine(dataclasses.replace(sent, rows=rows))
+    computed = sum(layout.sizes_G.sum() for layout in sent.layouts)
+    return y, (sent.rounds[None], sent.dropped[None], computed[None])
+
+  rows = P(BATCH_AXES)
+  into = (rows, rows, specs, rows, rows, rows)
+  function = manual(local, mesh, into, (rows, (P(AXES),) * 3))
+
+  @jax.jit
+  def both(*given):
+    run = lambda *a: function(*a, expert, made, mask)
+    y, pull, counts = jax.vjp(run, *given, has_aux=True)
+    return (y, pull(cotangent)), counts
+
+  got, (rounds, dropped, computed) = both(*given)
+  assert not dropped.any()
+  assert (rounds > 1).all() == (devices > 2)
+  if devices <= 2:  # all in the first round, and nothing of empty rows
+    assert computed.sum() == taken.sum()
+  for value, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert np.abs(value - right).max() < 1e-5 * np.abs(right).max()
+
+
+# -- what travels ---------------------------------------------------------------------------------
+
+
+def program_of(transport, *, devices, k, experts, **options):
+  """jaxpr of the gradients of 32 tokens a device; the backward pass needs rows and weights."""
+  mesh = make_mesh(MeshConfig(data=1, expert=devices), num_experts=experts)
+  config = DispatchConfig(transport, **options)
+
+  def squares(rows, layout):
+    if layout.weight_MK is None:
+      return rows * rows
+    here_MK = layout.group_MK < layout.num_groups
+    return rows * rows * jnp.where(here_MK, layout.weight_MK, 0).sum(1, keepdims=True)
+
+  def local(x, weight):
+    expert = jnp.tile(jnp.arange(k, dtype=jnp.int32), (x.shape[0], 1))
+    probs = jnp.zeros((x.shape[0], experts))
+    way = make_transport(config, tokens=x.shape[0], num_experts=experts, k=k)
+    routing = make_routing(expert, weight, probs, probs)
+
+    @functools.partial(jax.checkpoint, policy=_keeps_rows)
+    def layer(x, weight):
+      used = dataclasses.replace(routing, weight_TK=weight)
+      sent = way.dispatch(x, used, squares)
+      return way.combine(
+        dataclasses.replace(sent, rows=tuple(map(squares, sent.rows, sent.layouts)))
+      )
+
+    return layer(x, weight)
+
+  function = manual(local, mesh, (P(BATCH_AXES),) * 2, P(BATCH_AXES))
+  given = jnp.ones((32 * devices, D)), jnp.ones((32 * devices, k))
+  return jax.make_jaxpr(jax.grad(lambda *a: function(*a).sum(), (0, 1)))(*given).jaxpr
+
+
+_keeps_rows = jax.checkpoint_policies.save_only_these_names("moe_rows")
+
+
+def sent_in(jaxpr):
+  """Shapes of what each all-to-all of a program sends, [W · P, width], sorted; `while` loops."""
+  found = [equation for equation, _ in collectives(jaxpr, ("all_to_all",))]
+  shapes = sorted(equation.invars[0].aval.shape for equation in found)
+  loops = sum(1 for _ in collectives(jaxpr, ("while",)))
+  return [(ranks * rows, width) for ranks, rows, width in shapes], loops
+
+
+def test_a_token_travels_once_to_each_rank_and_no_loop_waits_for_more():
+  """32 tokens with 8 choices on 2 devices: 2 · 32 rows there and back; dropless has 1.25 · 8 · 32.
+
+  With the rows travel the experts and weights of 8 choices, and one gradient of weights comes back.
+  The backward pass exchanges nothing twice.
+  """
+  given = {"devices": 2, "k": 8, "experts": 16}
+  sent, loops = sent_in(program_of("per_rank", **given))
+  rows, choices = 2 * 32, [(64, 16), (64, 8)]
+  assert sorted(sent) == sorted([(rows, D)] * 4 + choices)
+  assert not loops
+  sent, loops = sent_in(
+    program_of("dropless", ablation=DispatchAblation(first_round=True), **given)
+  )
+  assert sent == [(320, D)] * 4
+  assert not loops
+  assert sent_in(program_of("dropless", **given))[1]
+
+
+def test_a_rank_that_few_tokens_reach_has_room_for_few():
+  """32 tokens with 2 choices on 8 devices: P = ⌈1.25 · 32 · 15/64⌉ = 10, and overflow rounds."""
+  sent, loops = sent_in(program_of("per_rank", devices=8, k=2, experts=8))
+  assert max(rows for rows, width in sent if width == D) == 8 * 10
+  assert loops
+  cut = {"devices": 8, "k": 2, "experts": 8, "ablation": DispatchAblation(first_round=True)}
+  once, loops = sent_in(program_of("per_rank", **cut))
+  assert once == [(80, 2), (80, 4), *[(80, D)] * 4]
+  assert not loops
+  silent = DispatchAblation(silent=True)
+  assert sent_in(program_of("per_rank", **{**cut, "ablation": silent}))[0] == []
+
+
+def test_one_device_exchanges_nothing_per_rank():
+  config = DispatchConfig("per_rank")
+  assert make_transport(config, tokens=16, num_experts=4, k=2) == Local()
 
 
 @pytest.mark.parametrize("name", ["capacity", "packed"])

@@ -20,7 +20,15 @@ from scmoe.models import ahead
 from scmoe.models.gpt import Pass
 from scmoe.models.gradient_sums import accumulate
 from scmoe.models.objective import LanguageModelObjective
-from scmoe.moe.dispatch import Capacity, DispatchConfig, Dropless, Local, Packed, sends_ahead
+from scmoe.moe.dispatch import (
+  Capacity,
+  DispatchConfig,
+  Dropless,
+  Local,
+  Packed,
+  PerRank,
+  sends_ahead,
+)
 from scmoe.moe.dispatch.transport import Computed
 from scmoe.moe.options import RouterConfig
 from scmoe.offload.experts import Migration
@@ -32,6 +40,7 @@ from scmoe.profiling.windows import graph_windows
 DROPS = DispatchConfig(capacity_factor=1.0)
 NOISY = RouterConfig(noise=1.0, z_loss=0.01)
 OVERFLOWS = DispatchConfig(transport="dropless", slack=1.0)
+PER_RANK = DispatchConfig(transport="per_rank", slack=1.0)
 # Two devices hold each expert, so that a step sums its gradient over devices.
 MESH = MeshConfig(data=2, expert=4)
 
@@ -95,6 +104,7 @@ CASES = {
     "dispatch": DispatchConfig(transport="packed", capacity_factor=1.0, slack=1.0), "remat": "moe",
   },
   "overflow rounds, recomputed": {"dispatch": OVERFLOWS, "remat": "full"},
+  "a row for each rank, recomputed": {"dispatch": PER_RANK, "remat": "dots"},
   "overflow rounds, written out": {"dispatch": OVERFLOWS, "overlap": WRITTEN_OUT},
 }  # fmt: skip
 # What these combine, other cases combine with something else.
@@ -114,7 +124,7 @@ def test_the_next_pair_begins_earlier_and_computes_the_same(case):
   assert loops == 0, "the first pair's dispatch stands before the scan over the pairs"
   assert plain == ("written out" not in case)
   sums = got[2].router
-  if CASES[case].get("dispatch", DROPS) is OVERFLOWS:
+  if CASES[case].get("dispatch", DROPS) in (OVERFLOWS, PER_RANK):
     assert (sums.rounds > sums.shards).all(), "some exchange needs more than one round"
   else:
     assert sums.dropped.sum() > 0
@@ -184,6 +194,7 @@ def test_barriers_keep_the_order_of_the_list():
     (Capacity(4, Exchange("expert", 4)), True),
     (Dropless(Exchange("expert", 4)), True),
     (Packed(4, Dropless(Exchange("expert", 4))), True),
+    (PerRank(Exchange("expert", 4)), True),
     (Capacity(4, Exchange()), False),  # no rows travel
     (Packed(4, Local()), False),
     (Local(), False),

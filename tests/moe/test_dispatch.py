@@ -138,3 +138,29 @@ def test_the_example_of_the_page(transport):
   np.testing.assert_array_equal(dropped, [int(drops), 0])
   # Each expert multiplies by ten; token 2 has lost half of its weight where choices are dropped.
   np.testing.assert_allclose(y_TD[:, 0], [10, 20, 15 if drops else 30, 40, 50, 60], rtol=1e-6)
+
+
+def test_the_example_of_the_page_with_a_row_for_each_rank():
+  config = scmoe.DispatchConfig("per_rank")
+  mesh = scmoe.make_mesh(scmoe.MeshConfig(expert=2), jax.devices()[:2], num_experts=4)
+
+  def experts(rows, layout):
+    weight_MK = jnp.where(layout.group_MK < 2, layout.weight_MK, 0)
+    return 10 * weight_MK.sum(1, keepdims=True) * rows
+
+  def there_and_back(x_TD, expert_TK, weight_TK):
+    flat_TE = jnp.full((3, 4), 0.25)
+    routing = make_routing(expert_TK, weight_TK, flat_TE, flat_TE)
+    moved = scmoe.make_transport(config, tokens=3, num_experts=4, k=2)
+    sent = moved.dispatch(x_TD, routing, experts)
+    done = dataclasses.replace(sent, rows=(experts(sent.rows[0], sent.layouts[0]),))
+    return sent.rows[0], sent.layouts[0].group_MK, done.rows[0], moved.combine(done)
+
+  spread = scmoe.manual(there_and_back, mesh, (P("expert"),) * 3, (P("expert"),) * 4)
+  given = jnp.arange(1.0, 7)[:, None], jnp.asarray(EXAMPLE_EXPERTS), jnp.asarray(EXAMPLE_WEIGHTS)
+  rows, chosen, back, y_TD = jax.jit(spread)(*given)
+  np.testing.assert_array_equal(rows[:, 0], [1, 2, 3, 4, 5, 6] * 2)
+  np.testing.assert_array_equal(chosen[:6], [[2, 0], [2, 2], [2, 1], [0, 1], [2, 0], [2, 2]])
+  np.testing.assert_array_equal(chosen[6:], [[0, 2], [0, 1], [0, 2], [2, 2], [0, 2], [1, 0]])
+  np.testing.assert_allclose(back[:, 0], [4, 0, 15, 40, 5, 0, 6, 20, 15, 0, 45, 60], rtol=1e-6)
+  np.testing.assert_allclose(y_TD[:, 0], [10, 20, 30, 40, 50, 60], rtol=1e-6)

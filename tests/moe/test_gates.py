@@ -379,7 +379,7 @@ def test_weights_after_or_before_the_experts(weights, transport):
 
 
 @pytest.mark.parametrize(
-  ("weights", "transport"), by_day_and_night(["after", "before"], ["dropless", "put"])
+  ("weights", "transport"), by_day_and_night(["after", "before"], ["dropless", "per_rank", "put"])
 )
 def test_weights_and_their_gradients_in_rounds(weights, transport, mesh_of):
   # Every token likes expert 0 best, so that one round is not enough.

@@ -23,6 +23,7 @@ D, F, E = 4, 6, 4
 DISPATCH = {
   "capacity": DispatchConfig(capacity_factor=1.0, groups=8),
   "dropless": DispatchConfig("dropless"),
+  "per_rank": DispatchConfig("per_rank"),
 }
 
 
@@ -131,7 +132,9 @@ def test_experts_of_ones_own_gather_no_weights_of_other_devices(mesh_of):
 
 
 @pytest.mark.parametrize(
-  "dispatch", [DispatchConfig(capacity_factor=E), DISPATCH["dropless"]], ids=DISPATCH
+  "dispatch",
+  [DispatchConfig(capacity_factor=E), DISPATCH["dropless"], DISPATCH["per_rank"]],
+  ids=DISPATCH,
 )
 def test_experts_of_ones_own_on_every_transport_and_mesh(dispatch, mesh_of):
   """Against every expert on every token, in values and gradients; alone and on four devices."""
@@ -217,7 +220,12 @@ def test_batched_experts_in_a_call_that_drops_nothing():
     found.append([output(moe, call, MoECall(no_drop=True)) for call in (x, x[:0])])
   np.testing.assert_allclose(*(whole for whole, _ in found), rtol=1e-5, atol=1e-6)
   assert all(none.shape == (0, 3, D) for _, none in found)
-  for other in (DispatchConfig(transport="packed"), DispatchConfig(capacity_factor=0)):
+  others = (
+    DispatchConfig(transport="packed"),
+    DISPATCH["per_rank"],
+    DispatchConfig(capacity_factor=0),
+  )
+  for other in others:
     with pytest.raises(ConfigError, match=r"only dispatch\.transport=capacity makes"):
       MoEConfig(D, F, E, 2, impl="batched", dispatch=other)
 

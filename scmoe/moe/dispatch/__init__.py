@@ -8,6 +8,7 @@ from scmoe.moe.dispatch.dropless import Dropless
 from scmoe.moe.dispatch.local import Local
 from scmoe.moe.dispatch.options import TRANSPORTS, DispatchConfig
 from scmoe.moe.dispatch.packed import Packed
+from scmoe.moe.dispatch.per_rank import PerRank
 from scmoe.moe.dispatch.positions import queue_positions
 from scmoe.moe.dispatch.put import Put
 from scmoe.moe.dispatch.transport import Transport, make_transport, overflow, sends_ahead
@@ -19,6 +20,7 @@ __all__ = [
   "Dropless",
   "Local",
   "Packed",
+  "PerRank",
   "Put",
   "Transport",
   "capacity",

@@ -30,6 +30,7 @@ TRANSPORTS = {
   "capacity": Kind(drops=True, in_rounds=False),
   "packed": Kind(drops=True, in_rounds=True),
   "dropless": Kind(drops=False, in_rounds=True),
+  "per_rank": Kind(drops=False, in_rounds=True),
   "put": Kind(drops=False, in_rounds=True),
 }
 
@@ -49,9 +50,10 @@ class DispatchAblation(Options, path="dispatch.ablation"):
   )
   first_round: bool = option(
     False,
-    "packed, dropless, put, or capacity with capacity_factor=0: no overflow rounds: rows without "
-    "room in the first one add nothing to the result, except in calls that drop nothing, as of a "
-    "teacher. dispatch.overflow=repeat has this in the program whose steps it may run again",
+    "packed, dropless, per_rank, put, or capacity with capacity_factor=0: no overflow rounds: rows "
+    "without room in the first one add nothing to the result, except in calls that drop nothing, "
+    "as of a teacher. dispatch.overflow=repeat has this in the program whose steps it may run "
+    "again",
   )
 
 
@@ -63,8 +65,9 @@ class DispatchConfig(Options, path="dispatch"):
     "capacity",
     "capacity: fixed buffers, overflow is dropped and counted; packed: the same drops, but only "
     "rows that are kept travel and are computed; dropless: rounds over a fixed buffer, nothing is "
-    "dropped; put: as dropless, by a kernel that writes rows into the other GPUs' memory, on a CPU "
-    "only, to try it: GPUs refuse it; or one's own as my_package.module:Name",
+    "dropped; per_rank: as dropless, but a token travels once to each device, not once for each of "
+    "its experts there; put: as dropless, by a kernel that writes rows into the other GPUs' "
+    "memory, on a CPU only, to try it: GPUs refuse it; or one's own as my_package.module:Name",
     choices=TRANSPORTS,
     importable=True,
   )
@@ -78,23 +81,23 @@ class DispatchConfig(Options, path="dispatch"):
   )
   slack: float = option(
     1.25,
-    "packed, dropless, put, or capacity with capacity_factor=0: rows of a peer's buffer over its "
-    "balanced share",
+    "packed, dropless, per_rank, put, or capacity with capacity_factor=0: rows of a peer's buffer "
+    "over its balanced share",
     minimum=1,
   )
   overflow: str = option(
     "loop",
-    "packed, dropless, put, or capacity with capacity_factor=0: how a training step sends rows "
-    "without room in the first round of an exchange. loop: in a loop of overflow rounds in every "
-    "layer, before which a GPU waits for the host, needed or not; repeat: a step has no such loop; "
-    "one in which rows are left over changes nothing and is run again with the loops",
+    "packed, dropless, per_rank, put, or capacity with capacity_factor=0: how a training step "
+    "sends rows without room in the first round of an exchange. loop: in a loop of overflow rounds "
+    "in every layer, before which a GPU waits for the host, needed or not; repeat: a step has no "
+    "such loop; one in which rows are left over changes nothing and is run again with the loops",
     choices=("loop", "repeat"),
   )
   fp8: bool = option(
     False,
-    "capacity, packed or dropless: rows travel to their experts in fp8, e4m3 with a scale for each "
-    "128 numbers: half of bfloat16's bytes. The experts' results, and gradients, travel as they "
-    "are (DeepEP use_fp8)",
+    "capacity, packed, dropless or per_rank: rows travel to their experts in fp8, e4m3 with a "
+    "scale for each 128 numbers: half of bfloat16's bytes. The experts' results, and gradients, "
+    "travel as they are (DeepEP use_fp8)",
   )
   groups: int = option(
     0,

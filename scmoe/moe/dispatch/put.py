@@ -92,9 +92,7 @@ class Put(Dropless):
     origin_R = checkpoint_name(origin_R, "moe_rows")
     return Chunk(rows_RD, plan.window, (plan, origin_R)), queues, before
 
-  def _arrived(
-    self, sent: Chunk, queues: Queues, low: Any, size: int
-  ) -> tuple[Chunk, RowLayout]:
+  def _arrived(self, sent: Chunk, queues: Queues, low: Any, size: int) -> tuple[Chunk, RowLayout]:
     """The rows, with the layout of the experts' tiles in which `_send` has put them.
 
     Rows of overflow rounds come by all-to-all, without a plan; see `Dropless._arrived`.

@@ -19,6 +19,7 @@ from scmoe.moe.dispatch.fp8_rows import Fp8Exchange
 from scmoe.moe.dispatch.local import Local
 from scmoe.moe.dispatch.options import DispatchConfig
 from scmoe.moe.dispatch.packed import Packed
+from scmoe.moe.dispatch.per_rank import PerRank
 from scmoe.moe.dispatch.put import Put, check_put
 from scmoe.moe.options import ORDERS
 from scmoe.moe.types import Dispatched, Routing
@@ -110,11 +111,11 @@ def make_transport(
   """Makes the transport of one call of a layer on this device.
 
   A call must not drop choices in three cases: `no_drop` is set; its capacity factor is 0; or
-  `dispatch.transport` is `dropless` or `put` and the argument `capacity_factor` is None. Without an
-  exchange it then gets `Local`; with one it gets `Put` if the option is `put`, else `Dropless` (in
-  the ablation `silent` always `Dropless`). Other calls get `Packed` if the option is `packed`. They
-  also get it without an exchange, where no buffer needs a fixed size, unless the experts take
-  buffers of equal size. The rest get `Capacity`.
+  `dispatch.transport` is `dropless`, `per_rank` or `put` and the argument `capacity_factor` is
+  None. Without an exchange it then gets `Local`; with one it gets `PerRank` if the option is
+  `per_rank`, `Put` if it is `put` (in the ablation `silent` `Dropless`), else `Dropless`. Other
+  calls get `Packed` if the option is `packed`. They also get it without an exchange, where no
+  buffer needs a fixed size, unless the experts take buffers of equal size. The rest get `Capacity`.
 
   With zero experts, `Computed` wraps the transport of the computing experts. The capacity C of
   `Capacity` and `Packed` is then that of ⌈k · real_share⌉ choices per token, at least 1. A user's
@@ -198,7 +199,8 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
     check_put(exchange)
     return Put(exchange, config.slack, config.chunks, order, first_round=first)
   if lossless:
-    return Dropless(exchange, config.slack, config.chunks, order, first_round=first)
+    sends = PerRank if config.transport == "per_rank" else Dropless
+    return sends(exchange, config.slack, config.chunks, order, first_round=first)
   groups = _local_groups(config)
   size = tokens // groups
   rows = capacity(factor, tokens=size, num_experts=num_experts, k=expected)

@@ -1,0 +1,240 @@
+"""The per-rank transport: a token's row travels once to each rank that has experts of its choice.
+
+`Dropless` sends a row for each choice. With K = 8 choices on W = 2 ranks, a token has about four on
+each rank, so the same row travels to each four times, and four outputs come back. Here a row
+travels once to each rank, as with DeepEP (deepseek-ai/DeepEP) and Megatron-LM's
+`--moe-token-dispatcher-type flex`. Beside it travel the numbers of the experts there that the token
+chose, and the weights of these choices. The receiving rank computes as `Local` does: its experts
+gather the rows, weigh the outputs and add up those of each row. One row for each that came goes
+back, and the token's device adds up at most W of them.
+
+The rounds are those of `Dropless`, with one place in a rank's queue for each token that has a
+choice there. A balanced router sends T · (1 - (1 - 1/W)^K) of a device's T tokens to a rank; the
+first round has room for `dispatch.slack` times as many in each queue, but for T at most. With room
+for T there is nothing to queue: token t has the place t in each queue, no count is exchanged, and
+the program has no overflow rounds. With a slack of 1.25 that is so for K = 8 and up to W = 5 ranks.
+
+The price is memory. Each of the W·P rows that a rank receives in a chunk may have all K choices
+there, so the experts' buffers have room for W·P·K choices, used or not: for W = 2 and K = 8 twice
+the T·K choices that are expected, where `Dropless` has room for `dispatch.slack` times as many.
+With more ranks P falls little, and the room grows almost as W does.
+
+Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1). Three tokens of
+rank 0 with two choices each chose the experts [2, 3], [0, 2] and [1, 0]. Rank 0's queue for itself
+holds the tokens 1 and 2, its queue for rank 1 the tokens 0 and 1: four rows, where `Dropless` sends
+six. With P = 2, rank 1 gets token 0 with [0, 1], both of its experts, and token 1 with [2, 0]: 2 is
+no expert of a rank with two. P = 3 would have room for all tokens; each rank would then get the
+tokens 0, 1 and 2, and rank 1 the choices [0, 1], [2, 0] and [2, 2].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Int
+
+from scmoe.kernels.grouped_matmul import RowLayout, choices_layout
+from scmoe.kernels.permute import Permutation, gather_rows, permutation_of, sum_rows, take_rows
+from scmoe.moe.dispatch.dropless import (
+  Chunk,
+  Dropless,
+  Queues,
+  make_queues,
+  make_window,
+  priorities,
+)
+from scmoe.moe.dispatch.local import weighted_rows
+from scmoe.moe.types import Routing
+from scmoe.parallel.barriers import barrier
+from scmoe.parallel.collectives import Exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class PerRank(Dropless):
+  """The transport that sends a token once to each rank with experts that it chose; drops nothing.
+
+  Methods, rounds and arguments are those of `Dropless`; a queue holds tokens instead of choices,
+  and `longest` is not read: no queue is longer than T. `dispatch` returns rows [W·P, D] in each
+  chunk, with the layout of tokens in place (`choices_layout`). If weights multiply the experts'
+  input, it returns a weighted row for each choice instead, [W·P·K, D], sorted by expert.
+  """
+
+  weighs: ClassVar[bool] = False
+
+  def _longest(self, routing: Routing) -> int:
+    """T, the length of a queue that has all tokens."""
+    return routing.expert_TK.shape[0]
+
+  def _expected(self, routing: Routing) -> float:
+    """W · T · `reached_share`."""
+    (tokens, choices), ranks = routing.expert_TK.shape, self.exchange.size
+    return ranks * tokens * reached_share(ranks, choices)
+
+  def _queues(self, routing: Routing) -> TokenQueues:
+    """The queues of this device's tokens, one for each rank."""
+    ranks, num_experts = self.exchange.size, routing.num_experts
+    expert_TK = jnp.where(routing.taken_TK, routing.expert_TK, num_experts)
+    local, multiplies_input = num_experts // ranks, routing.input_weight_TK is not None
+    if self._rows(routing) * self.chunks >= self._longest(routing):
+      return TokenQueues(expert_TK, None, local, multiplies_input)
+    rank_W = jnp.arange(ranks, dtype=jnp.int32)
+    goes_TW = (expert_TK[:, :, None] // local == rank_W).any(1)
+    queues = make_queues(
+      jnp.broadcast_to(rank_W, goes_TW.shape),
+      goes_TW,
+      goes_TW.sum(0, dtype=jnp.int32),
+      self.exchange,
+      self.order,
+      priority_T=priorities(routing, self.order),
+    )
+    return TokenQueues(expert_TK, queues, local, multiplies_input)
+
+  def _pack(
+    self,
+    x_TD: Array,
+    given_TK: Array,
+    multiplies_input: bool,
+    queues: TokenQueues,
+    low: Any,
+    size: int,
+  ) -> tuple[Chunk, TokenQueues]:
+    """Packs the rows, and exchanges their choices; see `Dropless._pack`.
+
+    The choices are exchanged before the rows, so that the layout of the arriving rows can be
+    computed beside the rows' exchange; the queues, which that layout does not read, have no
+    barrier.
+    """
+    del multiplies_input
+    ranks, local = self.exchange.size, queues.local
+    window = queues.window(low, size, ranks)
+    rows_RD = gather_rows(x_TD, window)
+    weight_RK = gather_rows(given_TK, window)
+    expert_RK = take_rows(queues.expert_TK, window.token_R)
+    # Experts are numbered from 0 on each rank; `local` stands for a choice of another rank's
+    # expert, one that is not taken, or one of an empty row.
+    rank_R1 = jnp.arange(ranks, dtype=jnp.int32).repeat(size)[:, None]
+    expert_RK = expert_RK - rank_R1 * local
+    here_RK = (expert_RK >= 0) & (expert_RK < local) & (window.token_R >= 0)[:, None]
+    expert_RK = jnp.where(here_RK, expert_RK, local)
+    packed = (a.reshape(ranks, size, -1) for a in (expert_RK, weight_RK))
+    # If `jax.checkpoint` keeps the rows that arrive, it keeps their choices too.
+    arrived = checkpoint_name(_exchanged(self.exchange, *packed), "moe_rows")
+    choices = _Choices(*(a.reshape(expert_RK.shape) for a in arrived))
+    rows_RD, choices = barrier((rows_RD, choices), "forward")
+    return Chunk(rows_RD, window, choices), queues
+
+  def _arrived(
+    self, sent: Chunk, queues: TokenQueues, low: Any, size: int
+  ) -> tuple[Chunk, RowLayout]:
+    """The rows, or the weighted row of each choice, with their layout; see `Dropless._arrived`.
+
+    The plan becomes which choice fills which weighted row; None without such rows.
+    """
+    del low, size
+    (expert_MK, weight_MK), local = sent.plan, queues.local
+    if not queues.multiplies_input:
+      layout = choices_layout(expert_MK, weight_MK, local)
+      return dataclasses.replace(sent, plan=None), layout
+    rows_RD, layout, permutation = weighted_rows(sent.rows_RD, expert_MK, weight_MK, local)
+    return Chunk(rows_RD, sent.window, permutation), layout
+
+  def _returning(self, rows_RD: Array, plan: Permutation | None) -> Array:
+    """One row for each that arrived; the experts have added them up unless there is a plan."""
+    return rows_RD if plan is None else sum_rows(rows_RD, None, plan)
+
+
+def reached_share(ranks: int, choices: float) -> float:
+  """The expected share of a device's tokens that have a choice on one rank: 1 - (1 - 1/W)^K.
+
+  A choice of a balanced router misses the rank with the probability 1 - 1/W. With K = 8 and W = 2
+  the share is 0.996, with K = 2 and W = 8 it is 0.234.
+
+  Args:
+    ranks: W.
+    choices: K.
+  """
+  return 1 - (1 - 1 / ranks) ** choices
+
+
+class _Choices(NamedTuple):
+  """The choices of rows that have arrived here, M = W·P of them.
+
+  Attributes:
+    expert_MK: int32, the experts of this rank, from 0 on; the number of these experts for none.
+    weight_MK: the weight of each choice; that of no expert may be anything finite.
+  """
+
+  expert_MK: Array
+  weight_MK: Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exchanged(
+  exchange: Exchange, expert_WPK: Int[Array, "W P K"], weight_WPK: Float[Array, "W P K"]
+) -> tuple[Int[Array, "W P K"], Float[Array, "W P K"]]:
+  """Exchanges the rows' experts and weights, as integers in one all-to-all.
+
+  The gradient of the weights is exchanged as it is.
+  """
+  number = jnp.dtype(f"int{8 * weight_WPK.dtype.itemsize}")
+  bits_WPK = jax.lax.bitcast_convert_type(weight_WPK, number)
+  arrived = exchange.all_to_all(jnp.concatenate([expert_WPK.astype(number), bits_WPK], -1))
+  expert_WPK, bits_WPK = jnp.split(arrived, 2, -1)
+  weight_WPK = jax.lax.bitcast_convert_type(bits_WPK, weight_WPK.dtype)
+  return expert_WPK.astype(jnp.int32), weight_WPK
+
+
+_exchanged.defvjp(
+  lambda exchange, *given: (_exchanged(exchange, *given), None),
+  lambda exchange, _, bars: (None, exchange.all_to_all(bars[1])),
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenQueues:
+  """One queue per rank, with the tokens of this device that have a choice there.
+
+  Attributes:
+    expert_TK: int32, the tokens' choices; E for one that is not taken.
+    queues: the queues; "choice" w of a token stands in the queue of rank w. None: all tokens stand
+      in each queue, token t at position t.
+    local: number of experts of each rank, static.
+    multiplies_input: whether weights multiply the experts' input; static.
+  """
+
+  expert_TK: Array
+  queues: Queues | None
+  local: int = dataclasses.field(metadata={"static": True})
+  multiplies_input: bool = dataclasses.field(metadata={"static": True})
+
+  @property
+  def longest(self) -> Array:
+    """int32 scalar, length of the longest queue of any rank of the exchange."""
+    if self.queues is None:
+      return jnp.asarray(self.expert_TK.shape[0], jnp.int32)
+    return self.queues.longest
+
+  def window(self, low: Any, size: int, ranks: int) -> Permutation:
+    """The permutation of a send buffer with positions [low, low + size) of each queue.
+
+    Without `queues`, two ranks and three tokens, the window [2, 4) has copy_R = 4 -1 5 -1: row 0 is
+    token 2 for rank 0, row 2 token 2 for rank 1, and row_TW = [[4, 4], [4, 4], [0, 2]], where 4
+    stands for no row.
+    """
+    if self.queues is not None:
+      return make_window(self.queues, low, size)
+    tokens = self.expert_TK.shape[0]
+    rank_W = jnp.arange(ranks, dtype=jnp.int32)
+    place_T1 = jnp.arange(tokens, dtype=jnp.int32)[:, None] - low
+    inside_T1 = (place_T1 >= 0) & (place_T1 < size)
+    row_TW = jnp.where(inside_T1, rank_W * size + place_T1, ranks * size)
+    token_P = low + jnp.arange(size, dtype=jnp.int32)
+    copy_WP = jnp.where(token_P < tokens, token_P * ranks + rank_W[:, None], -1)
+    return permutation_of(row_TW, copy_WP.reshape(-1))

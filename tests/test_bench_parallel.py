@@ -9,7 +9,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.bench import layer, parallel
 
 
-@pytest.mark.parametrize("transport", ["dropless", night("packed")])
+@pytest.mark.parametrize("transport", ["dropless", "per_rank", night("packed")])
 def test_a_layer_over_two_devices_is_compared_and_its_exchanges_are_priced(
   tmp_path, capsys, transport
 ):
@@ -43,7 +43,7 @@ def test_rows_that_are_left_over_show_in_the_error(monkeypatch):
   given = {"devices": 2, "overflow": "repeat"}
   with pytest.raises(ValueError, match="perhaps because rows were left over: not timed"):
     parallel.bench_parallel(shape, 0, "xla", 1, **given)
-  with pytest.raises(ConfigError, match="--overflow=repeat needs --transport=dropless, got packed"):
+  with pytest.raises(ConfigError, match="--transport=dropless or per_rank, got packed"):
     parallel.bench_parallel(shape, 0, "xla", 1, transport="packed", **given)
 
 

@@ -20,6 +20,7 @@ from scmoe.run.dry_run import dry_run, planned_devices, state_memory, step_work
 from scmoe.run.estimates import DEVICES, USABLE
 from scmoe.run.fields import with_field
 from scmoe.run.links import Group, Links
+from scmoe.run.modelled import pair_sizes
 from scmoe.run.nearest import changed_fields, on_as_many_devices
 from scmoe.run.prediction import BACKWARD, not_counted, predictable, predicted
 from scmoe.train import FLAGS
@@ -107,6 +108,21 @@ def test_without_a_capacity_rows_are_predicted_as_those_of_dropless():
   without = spread(dispatch__transport="capacity", dispatch__capacity_factor=0.0)
   assert without == spread(dispatch__transport="dropless")
   assert without.computation < fixed.computation
+
+
+def test_a_row_for_each_rank_is_predicted_as_rows_of_tokens():
+  """Two choices on four devices: 7/16 of the tokens reach each, so all fit with a slack of 16/7.
+
+  The traced step sends as many: in each of two layers four times a row of 16 numbers of 4 bytes,
+  four numbers for its choices, and two back.
+  """
+  given = {"mesh__data": 1, "mesh__expert": 4, "model__top_k": 2, "dispatch__transport": "per_rank"}
+  for slack, rows in ((2.0, 4 * 7 / 8), (9.0, 4)):
+    work = step_work(tiny(**given, dispatch__slack=slack))
+    sizes = pair_sizes(work.run)
+    assert sizes.sent == pytest.approx(rows)
+    sent = rows * sizes.tokens * 2 * (4 * 16 + 4 + 2) * 4
+    assert work.traffic.all_to_all == sent * 3 / 4
 
 
 def test_computation_is_that_of_the_products():

@@ -397,7 +397,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     "--turns_only", action="store_true", help="time --layer only in turns with the bound"
   )
   parser.add_argument("--devices", type=int, default=1, help="of --layer: experts spread over them")
-  parser.add_argument("--transport", default="dropless", help="of --devices: dispatch.transport")
+  parser.add_argument(
+    "--transport",
+    default="dropless",
+    help="of --devices: dispatch.transport, as dropless, per_rank or packed",
+  )
   parser.add_argument(
     "--overflow", default="loop", choices=("loop", "repeat"), help="of --devices: dispatch.overflow"
   )

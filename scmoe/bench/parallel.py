@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
 from scmoe.bench.sizes import TOLERANCE, Layer, Shape, normal_arrays, relative_error
-from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.dispatch import TRANSPORTS, DispatchConfig
 from scmoe.moe.dispatch.options import DispatchAblation
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
 from scmoe.profiling.clock import Paid
@@ -103,7 +103,7 @@ def bench_parallel(
 
   Raises:
     ConfigError: there are fewer devices, they do not divide the experts, or `overflow` is repeat
-      with another transport than dropless, whose error would not show rows that are left over.
+      with a transport that drops choices, whose error would not show rows that are left over.
     ValueError: the error exceeds `TOLERANCE`.
   """
   if devices > jax.device_count() or shape.experts % devices:
@@ -111,8 +111,11 @@ def bench_parallel(
       f"--devices={devices} must be at most the {jax.device_count()} devices here and divide the "
       f"{shape.experts} experts"
     )
-  if overflow == "repeat" and transport != "dropless":
-    raise ConfigError(f"--overflow=repeat needs --transport=dropless, got {transport}")
+  # A transport that drops choices drops others on one device.
+  kind = TRANSPORTS.get(transport)
+  comparable = kind is not None and not kind.drops
+  if overflow == "repeat" and not comparable:
+    raise ConfigError(f"--overflow=repeat needs --transport=dropless or per_rank, got {transport}")
   mesh = make_mesh(MeshConfig(data=1, expert=devices), jax.devices()[:devices])
   cut = DispatchAblation(first_round=overflow == "repeat")
   usual = DispatchConfig(transport=transport, ablation=cut)
@@ -122,8 +125,6 @@ def bench_parallel(
   without = ParallelLayer(make(shape, silent), mesh)
   dy, x, params = layer.inputs(seed)
   every = dataclasses.replace(shape, tokens=devices * shape.tokens)
-  # A transport that drops choices drops others on one device.
-  comparable = transport == "dropless"
   error = layer.error(make(every, usual), x, params) if comparable else None
   if error is not None and not error <= TOLERANCE:
     over = ", perhaps because rows were left over" if cut.first_round else ""

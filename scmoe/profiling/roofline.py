@@ -64,6 +64,7 @@ class Sizes(Options):
     bytes: size of one number of the compute type.
     inward: number of weights of attention's input projections; 0: those of queries, keys, values.
     value_width: width of all heads' values; 0: `head_width`.
+    sent: rows that a device sends for each of its tokens; 0: k · capacity_factor.
   """
 
   tokens: int = option(minimum=0)
@@ -82,6 +83,7 @@ class Sizes(Options):
   bytes: int = option(2, minimum=1)
   inward: int = option(0, minimum=0)
   value_width: int = option(0, minimum=0)
+  sent: float = option(0.0, minimum=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ def model_times(sizes: Sizes, machine: Machine) -> StageSeconds:
   check_type("sizes", sizes, Sizes)
   check_type("machine", machine, Machine)
   z = sizes
-  rows = z.tokens * z.k * z.capacity_factor  # rows that a device sends, and on average receives
+  rows = z.tokens * z.k * z.capacity_factor  # rows of a device's experts, on average
   stream = z.bytes * z.width / machine.memory  # seconds per token read or written once
 
   def feed_forward(tokens: float, hidden: int) -> float:
@@ -124,7 +126,7 @@ def model_times(sizes: Sizes, machine: Machine) -> StageSeconds:
   scores = z.tokens * z.seq * (z.head_width + values)  # causal: half of 2 · T · S · width each
   exchange = 0.0
   if z.devices > 1:
-    sent = rows * z.width * z.bytes * (z.devices - 1) / z.devices
+    sent = (z.tokens * z.sent or rows) * z.width * z.bytes * (z.devices - 1) / z.devices
     exchange = machine.latency + sent / machine.link
   return StageSeconds(
     projections=inward / machine.flops + 4 * z.tokens * stream,

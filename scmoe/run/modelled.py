@@ -5,6 +5,7 @@ from __future__ import annotations
 from scmoe.blocks.timeline import Times, unit_times
 from scmoe.layers.mlp import is_gated
 from scmoe.models.flops import head_widths, projection_weights
+from scmoe.moe.dispatch.per_rank import reached_share
 from scmoe.parallel.mesh import expert_shards
 from scmoe.profiling.roofline import Sizes, machine, model_times
 from scmoe.run.config import RunConfig
@@ -46,7 +47,18 @@ def pair_sizes(run: RunConfig) -> Sizes:
     matrices=3 if is_gated(model.ffn.activation) else 2,
     inward=projection_weights(model)[0] // tensor,
     value_width=value_width // tensor,
+    sent=_sent_per_token(run) if wiring.taps else 0.0,
   )
+
+
+def _sent_per_token(run: RunConfig) -> float:
+  """Rows that the exchange's buffers hold for each token; 0 if they hold one for each choice."""
+  if run.dispatch.transport != "per_rank":
+    return 0.0
+  model, expert = run.model, run.mesh.expert
+  k, ranks = model.wiring_rule.routed_per_gating(model.top_k), expert
+  ranks //= expert_shards(expert, model.num_experts)
+  return ranks * min(1.0, run.dispatch.slack * reached_share(ranks, k))
 
 
 def _rows_over_share(run: RunConfig) -> float:

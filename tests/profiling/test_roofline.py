@@ -19,6 +19,8 @@ def test_an_exchange_by_hand():
   # 1000 · 3 rows of 100 numbers of 2 bytes, a quarter stays here; half a second before the first.
   assert found.dispatch == pytest.approx(0.5 + 450_000 / 1e9)
   assert found.combine == found.dispatch
+  once = dataclasses.replace(XL, tokens=1000, width=100, k=3, sent=2.0)  # two rows of each token
+  assert model_times(once, simple).dispatch == pytest.approx(0.5 + 300_000 / 1e9)
   assert model_times(dataclasses.replace(XL, devices=1), simple).dispatch == 0
 
 

@@ -94,6 +94,10 @@ class Built:
     buffers = run.model.ffn.impl == "batched"  # which the packed transport does not make
     if dispatch.transport == "capacity" and dispatch.capacity_factor > 0 and not buffers:
       found.append(Variant(transport="packed"))
+    # A token with one choice travels once with either of the two.
+    choices = run.model.wiring_rule.routed_per_gating(run.model.top_k)
+    if dispatch.transport == "dropless" and choices > 1:
+      found.append(Variant(transport="per_rank"))
     if run.overlap.order == "xla":
       found.append(self._in_slots)
     return tuple(found)

@@ -62,6 +62,7 @@ def batch(run, built):
 @pytest.mark.parametrize(
   "way",
   [Variant(adaptive_r=2, chunks=2), night(Variant(transport="packed")),
+   night(Variant(transport="per_rank")),
    night(Variant(schedule="mlp 0", order="barriers"))],
   ids=str,
 )  # fmt: skip
@@ -141,6 +142,10 @@ def test_what_auto_tries(built, run, monkeypatch):
   assert len(found.schedule.split(",")) == 2
   assert built.variant(found), "names that the schedule knows"
   assert tried(dispatch=chunks)[-1](plain).chunks == 2
+  lossless = dataclasses.replace(run.dispatch, transport="dropless")
+  two = dataclasses.replace(run.model, wiring="topk", top_k=2)
+  assert tried(dispatch=lossless, model=two)[1] == Variant(transport="per_rank")
+  assert tried(dispatch=lossless)[1:-1] == (), "a row for its only choice, and one for its only rank"
   held = dataclasses.replace(run.overlap, order="barriers")
   assert tried(overlap=held) == (plain, packed), "its order is the user's"
   assert tried(overlap=dataclasses.replace(run.overlap, schedule="mlp 0")) == (Variant(),)

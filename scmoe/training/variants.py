@@ -31,7 +31,7 @@ class Variant:
   they change the result by rounding at most.
 
   Attributes:
-    transport: `dispatch.transport`; `train.tune` takes capacity, packed, dropless and per_rank.
+    transport: `dispatch.transport`; `train.tune` takes capacity, packed, dropless, per_rank.
     schedule, order: `overlap.schedule` and `overlap.order`.
     adaptive_r: `dispatch.adaptive_r` (Tutel adaptive_r).
     chunks: `dispatch.chunks` (Tutel a2a_ffn_overlap_degree).

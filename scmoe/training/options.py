@@ -110,8 +110,8 @@ class TrainConfig(Options, path="train"):
   tune: str = option(
     "",
     "ways to move rows that are tried, the fastest of which trains on, e.g. 'adaptive_r=0,1 "
-    "chunks=1,2 transport=dropless,per_rank': in the search of overlap.schedule=auto where there is "
-    "one, else in the first steps; the choice changes results by rounding alone, but that with "
+    "chunks=1,2 transport=dropless,per_rank': in the search of overlap.schedule=auto where there "
+    "is one, else in the first steps; the choice changes results by rounding alone, but that with "
     "chunks a buffer of limited capacity is rounded up to a multiple of them; empty: no tuner",
   )
   tune_rounds: int = option(3, "measured steps of each of them", minimum=1)

@@ -76,11 +76,13 @@ class Run:
 
   Attributes:
     beside: runs with other seeds that the same process trains, by the same program.
+    title: its name on the console; empty: that of its folder.
   """
 
   folder: Path
   config: RunConfig
   beside: tuple[Run, ...] = ()
+  title: str = ""
 
   @property
   def all(self) -> tuple[Run, ...]:
@@ -317,8 +319,8 @@ def train_all(
         waiting = []
         stop.end_all()
       while waiting and free and not stop.requested:
-        place = f"[{len(runs) - len(waiting) + 1}/{len(runs)}] {waiting[0].folder.name}"
         run = waiting.pop(0)
+        place = f"[{len(runs) - len(waiting)}/{len(runs)}] {run.title or run.folder.name}"
         if not watch.may_begin(run):
           continue
         training.append(_Training(run, free.pop(0), extra, place))

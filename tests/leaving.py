@@ -57,6 +57,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
   "direct": _case({"mix": "direct"}),
   "cg2": _case({"mix": "cg2"}),
   "cg1 of the shortcut": _case({"ablation": ModelAblation(mix_input="shortcut")}),
+  **{f"norm after, {wiring}": _case(
+       {"ablation": ModelAblation(norm_after=True), "wiring": wiring, "top_k": 2})
+     for wiring in ("topk", "scmoe_pos2")},
   "head of its own": _case({"tie_embeddings": False}),
   "zero experts": _case({"zero_experts": 4, "top_k": 3, "wiring": "topk"}),
   **{f"activation {kind}": _case(_LLAMA | {"ffn": FFNOptions(activation=kind)})

@@ -359,7 +359,7 @@ def model(
       nothing = [0.0 * v for v in y]
       alone = [mix(config.mix, *vs, weight) for vs in zip(shared, nothing, reads, strict=True)]
       unrouted = add(mh, alone)
-    if config.shortcut_norm == "megatron" and "post_norm" in q:
+    if "post_norm" in q:
       total = normed(total, q["post_norm"])
     h = add(mh, total)
     past = Past(h_input, mh, q)

@@ -195,16 +195,12 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
   plan = table.DESIGN.plan("smoke", [])
   folder = fake / "w/top2_seed-0"
   run = sweep.Run(folder, table.study.variant_run(plan, "top2", 0))
-  make = lambda limit, seconds: table.study.Pieces(
-    plan,
-    {folder: ("top2", 0)},
-    [{"seconds": seconds, "steps": 3}],
-    fake / "x",
-    limit,
-    "",
-    "",
-    keep=False,
-  )
+
+  def make(limit, seconds):
+    known = [{"seconds": seconds, "steps": 3, "plan": "", "seed": 0, "study": ""}]
+    one = table.study.Asked(plan, known, set(), fake / "w", fake / "out")
+    return table.study.Pieces(one, limit, "", "", keep=False, pace={})
+
   assert make(0, 500).may_begin(run)  # no limit
   assert make(305, 0).may_begin(run)  # nothing is known of how long a run takes
   assert make(305, 200).may_begin(run)
@@ -240,9 +236,25 @@ def test_all_studies_in_one_call(fake, monkeypatch, capsys):
   whole.main([*words, "--studies=norms", "--limit_seconds=0.001"])
   assert not list(fake.glob("runs/quality/norms/smoke/starts"))
   whole.main([*words, "--studies=norms,moe_every", "--dry_run"])
-  planned = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
-  assert "pos2_own seed 1" in planned
-  assert planned.count("top2 seed 0") <= 1
+  planned = capsys.readouterr().out.splitlines()
+  assert planned.index("moe_every: every_top2_seed-0") < planned.index("norms: pos2_own_seed-1")
+  assert "norms: top2_seed-0" not in planned, "another study has trained it"
+  # A study whose finished runs read another text is left out, a refusal of a plan ends the call;
+  # neither leaves a plan behind.
+  (piece,) = (fake / "out/first_pair/results/runs").iterdir()
+  lines = [json.loads(line) for line in piece.read_text().splitlines()]
+  text = {"digest": "another", "documents": 1}
+  piece.write_text("".join(json.dumps(one | {"data": text}) + "\n" for one in lines[:-1]))
+  whole.main([*words, "--studies=first_pair,zero_experts"])
+  told = capsys.readouterr()
+  assert "first_pair is left out: " in told.err
+  assert "== zero_experts" in told.out
+  plan = fake / "out/experts/results"
+  plan.mkdir(parents=True)
+  (fake / "out/zero_experts/results/plan-smoke.json").rename(plan / "plan-smoke.json")
+  with pytest.raises(ConfigError, match="registers another plan"):
+    whole.main([*words, "--studies=farskip,experts"])
+  assert not (fake / "out/farskip").exists()
   with pytest.raises(ConfigError, match=r"--studies is empty; name some of: first_pair"):
     whole.main([*words, "--studies="])
   with pytest.raises(ConfigError, match=r"--studies='table9' is no study; one of: first_pair"):

@@ -4,12 +4,12 @@
       --config.data.source=jsonl --config.data.path=runs/packages_text --config.data.tokenizer=bpe
   python experiments/quality/run.py --scale gpu --studies table4,norms --table
 
-All their missing runs stand in one queue, seed by seed, and within a seed in the order of the
-studies (`STUDIES`, or that of --studies): a free GPU takes the next run, whichever study it is of.
-A run that two studies share is trained once. --limit_seconds is that of the whole call; whatever it
-cuts off goes on with the next. On a CPU a call without it ends after 14 minutes for each study. All
-other flags are those of a study's own run.py; --out=FOLDER gives each study a folder in it,
-FOLDER/STUDY/results.
+The command puts the missing runs of all studies in one list, first seed 0 of every study, then
+seed 1; a free GPU takes the next. A run that two studies share is trained once. A study whose
+finished runs read another text than the one here is left out, and a line says so. --limit_seconds
+is that of the whole call; whatever it cuts off goes on with the next. On a CPU a call without it
+ends after 14 minutes for each study. All other flags are those of a study's own run.py;
+--out=FOLDER gives each study a folder in it, FOLDER/STUDY/results.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ sys.path.insert(0, str(HERE))
 import study  # noqa: E402
 
 from scmoe.base.errors import ConfigError, run_main  # noqa: E402
+from scmoe.base.output import warn  # noqa: E402
 from scmoe.run.command_line import Flag, help_text, parse  # noqa: E402
 
 STUDIES = (
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> None:
   if values["help"]:
     print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
     return
-  names = [word.strip() for word in values["studies"].split(",") if word.strip()]
+  names = list(dict.fromkeys(word.strip() for word in values["studies"].split(",") if word.strip()))
   if unknown := [name for name in names if name not in STUDIES]:
     raise ConfigError(f"--studies={unknown[0]!r} is no study; one of: {', '.join(STUDIES)}")
   if not names:
@@ -78,20 +79,20 @@ def main(argv: list[str]) -> None:
     values["limit_seconds"] = study.CPU_LIMIT * len(names)
   out = Path(values["out"]) if values["out"] else None
   beside = study.runs_of_all(out) if out else ()
-  command = shlex.join(["python", "experiments/quality/run.py", *argv])
   many = []
   for name in names:
     own = {**values, "only": "", "workdir": "", "out": out / name / "results" if out else ""}
-    many.append(study.asked(design_of(name), own, given, command, beside))
+    try:
+      many.append(study.asked(design_of(name), own, given, beside))
+    except study.OtherText as error:
+      warn(f"{name} is left out: {error}")
   if values["dry_run"]:
-    once = {(one.plan.digest(v), s): f"{one.plan.study}: {v} seed {s}"
-            for one in reversed(many) for v, s in reversed(one.waiting)}  # fmt: skip
-    return print("\n".join(reversed(once.values())))
+    return print("\n".join(run.title or run.folder.name for run, _ in study.queue_of(many)))
   try:
-    study.train(many, values)
+    study.train(many, values, shlex.join(["python", "experiments/quality/run.py", *argv]))
   finally:
     # A run that two studies share is trained by one of them, and counts in both tables.
-    found = [result for one in many if one.watch for result in one.watch.results]
+    found = [result for one in many for result in one.results]
     for one in many:
       print(
         f"\n== {one.plan.study}\n{study.shown(study.collected(one.plan, [*one.known, *found]))}"

@@ -182,6 +182,13 @@ def small_language() -> RunConfig:
   )
 
 
+def with_share(run: RunConfig, share: float) -> dict[str, str]:
+  """Fields that give a run a share of its steps, a tenth of them warm-up."""
+  steps = max(1, round(share * run.train.steps))
+  warmup = max(1, steps // 10) if steps > 1 else 0
+  return {"train.steps": str(steps), "optimizer.warmup_steps": str(warmup)}
+
+
 def _quiet(train: TrainConfig, **changed: int) -> TrainConfig:
   """Without outputs that a study does not read."""
   options = {"sample_tokens": 0, "router_every": 0, "tensorboard": False, **changed}
@@ -226,14 +233,14 @@ def call(design: Design, argv: list[str]) -> Study:
     print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
     raise SystemExit(0)
   command = shlex.join(["python", f"experiments/quality/{design.folder.name}/run.py", *argv])
-  one = asked(design, values, given, command)
+  one = asked(design, values, given)
   if values["dry_run"]:
-    print("\n".join(f"{variant} seed {seed}" for variant, seed in one.waiting))
+    print("\n".join(f"{variant} seed {seed}" for variant, seed in one.runs.values()))
     return one.study
   try:
-    train([one], values)
+    train([one], values, command)
   finally:
-    print(("\n" if one.watch else "") + shown(one.study))
+    print(("\n" if one.runs else "") + shown(one.study))
   return one.study
 
 
@@ -244,43 +251,48 @@ class Asked:
     plan: of the study.
     known: results of earlier calls, of this study and of others.
     wanted: the variants that this call trains.
+    workdir: folder of the runs' folders.
+    out: folder for plan and results.
 
   Attributes:
-    waiting: (variant, seed) of the runs to train, by seed.
-    watch: keeps their results; None: this call trains none of them.
+    runs: folder -> (variant, seed) of the runs to train, by seed.
+    results: those of this call.
   """
 
-  def __init__(self, plan: Plan, known: list[Result], wanted: set[str]):
-    self.plan, self.known = plan, known
-    self.watch: Pieces | None = None
+  def __init__(self, plan: Plan, known: list[Result], wanted: set[str], workdir: Path, out: Path):
+    self.plan, self.known, self.out = plan, known, out
+    self.results: list[Result] = []
     done = self.study.done
-    self.waiting = [key for key in plan.runs if key not in done and key[0] in wanted]
+    missing = [key for key in plan.runs if key not in done and key[0] in wanted]
+    self.runs = {workdir / f"{variant}_seed-{seed}": (variant, seed) for variant, seed in missing}
 
   @property
   def study(self) -> Study:
     """The study with all results that there are by now."""
-    return collected(self.plan, [*self.known, *(self.watch.results if self.watch else ())])
+    return collected(self.plan, [*self.known, *self.results])
+
+
+class OtherText(ConfigError):
+  """The data here are not those that a study's finished runs read: its runs could not be paired."""
 
 
 def asked(
   design: Design,
   values: Mapping[str, Any],
   given: list[tuple[str, str]],
-  command: str,
   beside: Sequence[Path] = (),
 ) -> Asked:
-  """Finds what is missing of a study, and prepares the folder of its results.
+  """Finds what is missing of a study. It writes nothing.
 
   Args:
     design: of the study.
     values: of the flags `FLAGS`.
     given: fields of the configuration that the command line gives.
-    command: noted with every result.
     beside: folders with results of other studies, in addition to those of this repository.
 
   Raises:
-    ConfigError: a field or a variant cannot be used, the plan is registered otherwise, or finished
-      runs read other data than this call would.
+    ConfigError: a field or a variant cannot be used, or the plan is registered otherwise.
+    OtherText: see there.
   """
   scale, results = values["scale"], design.folder / "results"
   workdir = Path(values["workdir"] or f"runs/quality/{design.folder.name}/{scale}")
@@ -290,48 +302,60 @@ def asked(
   folders = [*runs_of_all(design.folder.parent), *beside, out / "runs"]
   known = read_results(dict.fromkeys(folders), scale)
   wanted = _variants(plan, values["only"])
-  one = Asked(plan, known, wanted)
-  if not one.waiting or values["dry_run"] or values["table"]:
+  one = Asked(plan, known, wanted, workdir, out)
+  if not one.runs or values["dry_run"] or values["table"]:
     return one
-  one = Asked(plan, of_one_text(plan, known, *one.waiting[0]), wanted)
-  prepare_workdir(out / "runs")
-  plan.write(out)
-  limit = values["limit_seconds"]
-  limit = (CPU_LIMIT if scale == "cpu" else 0.0) if limit < 0 else limit
-  runs = {workdir / f"{variant}_seed-{seed}": (variant, seed) for variant, seed in one.waiting}
-  file = out / "runs" / f"{scale}-{time.strftime('%Y%m%dT%H%M%S')}.jsonl"
-  one.watch = Pieces(
-    plan, runs, one.known, file, limit, command, values["commit"], keep=values["keep"]
-  )
-  return one
+  return Asked(plan, of_one_text(plan, known, *next(iter(one.runs.values()))), wanted, workdir, out)
 
 
-def train(many: Sequence[Asked], values: Mapping[str, Any]) -> None:
-  """Trains the missing runs of several studies in one queue, by seed, each run once.
+def queue_of(many: Sequence[Asked]) -> list[tuple[sweep.Run, Asked]]:
+  """The missing runs of several studies by seed, each with the study that trains it.
+
+  Where two studies miss the same run, the first trains it.
+  """
+  queue: dict[tuple[str, int], tuple[sweep.Run, Asked]] = {}
+  for one in many:
+    for folder, (variant, seed) in one.runs.items():
+      title = f"{one.plan.study}: {folder.name}" if len(many) > 1 else ""
+      run = sweep.Run(folder, variant_run(one.plan, variant, seed), title=title)
+      queue.setdefault((one.plan.digest(variant), seed), (run, one))
+  return [item for _, item in sorted(queue.items(), key=lambda entry: entry[0][1])]
+
+
+def train(many: Sequence[Asked], values: Mapping[str, Any], command: str) -> None:
+  """Registers the plans of several studies, and trains their missing runs in one queue.
 
   A free GPU takes the next run, whichever study it is of, so that none waits for a study to end.
 
   Args:
-    many: from `asked`; where two miss the same run, the first trains it.
+    many: from `asked`; their results arrive in them.
     values: of the flags `FLAGS`.
+    command: noted with every result.
 
   Raises:
     Preempted: a signal stopped the call; its runs have saved.
   """
-  queue: dict[tuple[str, int], tuple[sweep.Run, Pieces]] = {}
-  for plan, watch in ((one.plan, one.watch) for one in many if one.watch):
-    for folder, (variant, seed) in watch.runs.items():
-      run = sweep.Run(folder, variant_run(plan, variant, seed))
-      queue.setdefault((plan.digest(variant), seed), (run, watch))
+  queue = [] if values["table"] else queue_of(many)
   if not queue:
     return
-  todo = [run for (_, seed), (run, _) in sorted(queue.items(), key=lambda item: item[0][1])]
+  scale, limit = values["scale"], values["limit_seconds"]
+  limit = (CPU_LIMIT if scale == "cpu" else 0.0) if limit < 0 else limit
+  watches: dict[str, Pieces] = {}
+  pace: dict[Any, float] = {}
+  for one in many:
+    if one.runs:
+      prepare_workdir(one.out / "runs")
+      one.plan.write(one.out)
+    watches[one.plan.study] = Pieces(
+      one, limit, command, values["commit"], keep=values["keep"], pace=pace
+    )
+  todo = [run for run, _ in queue]
   # On a CPU a process starts and compiles about as long as it trains.
-  together = values["together"] or values["scale"] == "cpu"
+  together = values["together"] or scale == "cpu"
   todo = sweep.together(todo) if together else todo
   jobs = values["jobs"] or max(1, len(sweep.visible_gpus()))
   extra = [f"--simulate={n}"] if (n := values["simulate"]) else []
-  watch = _Watches({run.folder: watch for run, watch in queue.values()})
+  watch = _Watches({run.folder: watches[one.plan.study] for run, one in queue})
   sweep.train_all(todo, sweep.shared_out(jobs, len(todo)), extra, watch)
 
 
@@ -344,7 +368,7 @@ def of_one_text(plan: Plan, known: list[Result], variant: str, seed: int) -> lis
     variant, seed: the run that is to be trained.
 
   Raises:
-    ConfigError: a finished run of this study read other data: runs could not be paired with it.
+    OtherText: a finished run of this study read other data.
     DataError: the data cannot be read.
   """
   if not any(result["data"] for result in known):
@@ -354,7 +378,7 @@ def of_one_text(plan: Plan, known: list[Result], variant: str, seed: int) -> lis
   own = (result for result in collected(plan, known).done.values() if result["study"] == plan.study)
   theirs = next((text_of(result["data"]) for result in own), {})
   if (name := next((n for n in theirs if here.get(n) != theirs[n]), None)) is not None:
-    raise ConfigError(
+    raise OtherText(
       f"{run.data.path or run.data.source} has {name} {here.get(name)}, and the finished runs read "
       f"data with {name} {theirs[name]}: they could not be paired; give what these read, or "
       f"move results/runs/{plan.scale}-*.jsonl away to begin anew"
@@ -367,7 +391,7 @@ _TEXTS: dict[Any, dict[str, Any]] = {}
 
 def _text_here(run: RunConfig) -> dict[str, Any]:
   """The part of the data's fingerprint that runs must share, read once for all studies."""
-  known_by = (run.data, run.train)
+  known_by = (run.data, run.train.batch_size, run.train.tokens_per_step)
   if known_by not in _TEXTS:
     run = run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
     _TEXTS[known_by] = text_of(modality_of(run).open_data(run).fingerprint())
@@ -422,51 +446,49 @@ def shown(study: Study) -> str:
 
 
 class Pieces(sweep.Watch):
-  """Begins runs that can end in time, and keeps the result of each.
+  """Begins runs of one study that can end in time, and keeps the result of each.
 
   Args:
-    plan: of the study.
-    runs: folder -> (variant, seed).
-    known: results of earlier calls, whose times are estimates.
-    file: for the results of this call; written anew after each run.
+    one: the study, to which it adds the results.
     limit: seconds of the call; 0: none.
     command, commit: noted with every result.
     keep: checkpoints of runs that are done stay.
+    pace: size of a run (`_size`) -> seconds of an optimizer step in the slowest run of this call;
+      the studies of a call share it.
   """
 
   def __init__(
     self,
-    plan: Plan,
-    runs: Mapping[Path, tuple[str, int]],
-    known: list[Result],
-    file: Path,
+    one: Asked,
     limit: float,
     command: str,
     commit: str,
     *,
     keep: bool,
+    pace: dict[Any, float],
   ):
-    self.plan, self.runs, self.file, self.keep = plan, runs, file, keep
+    self.one, self.keep, self.pace = one, keep, pace
     self.command, self.commit = command, commit
-    self.results: list[Result] = []
-    self.whole = limit - GRACE[plan.scale]
+    scale, steps = one.plan.scale, one.plan.config["train"]["steps"]
+    self.file = one.out / "runs" / f"{scale}-{time.strftime('%Y%m%dT%H%M%S')}.jsonl"
+    self.whole = limit - GRACE[scale]
     if limit:
       self.until = time.monotonic() + self.whole
-    steps = plan.config["train"]["steps"]
-    alike = (r.get("seconds", 0.0) for r in known if r.get("steps") == steps)
+    alike = (r.get("seconds", 0.0) / steps for r in one.known if r.get("steps") == steps)
     self._earlier = max(alike, default=0.0)
-    self._slowest = 0.0  # of this call; a process of several seeds counts as so many runs
 
   def may_begin(self, run: sweep.Run) -> bool:
     """Whether the run is going to end before the limit, or would end within no call."""
-    expected = (self._slowest or self._earlier) * len(run.all)
+    step = self.pace.get(_size(run)) or self._earlier
+    expected = step * run.config.train.steps * len(run.all)
     record = read_run(run.folder)
     if record.step and record.steps:  # goes on from a checkpoint
       expected *= 1 - record.step / record.steps
     left = self.until - time.monotonic()
     fits = expected <= left or (expected > self.whole and left > self.whole / 2)
     if not fits:
-      say(f"{run.folder.name}: not begun, {left:.0f} s are left and a run takes {expected:.0f} s")
+      name = run.title or run.folder.name
+      say(f"{name}: not begun, {left:.0f} s are left and a run takes {expected:.0f} s")
     return fits
 
   def ended(self, run: sweep.Run, seconds: float) -> None:
@@ -484,20 +506,27 @@ class Pieces(sweep.Watch):
     record = read_run(run.folder)
     if not record.done and record.ended.get("code") in _CUT:
       return
-    variant, seed = self.runs[run.folder]
+    variant, seed = self.one.runs[run.folder]
     said = {"seconds": round(seconds, 1), "command": self.command}
-    result = result_line(self.plan, variant, seed, record, **said)
+    result = result_line(self.one.plan, variant, seed, record, **said)
     if self.commit and not result["git"].get("commit"):
       result["git"] = {"commit": self.commit}
-    self.results.append(result)
+    self.one.results.append(result)
     try:
-      write_results(self.file, self.results)
+      write_results(self.file, self.one.results)
     except OSError as error:
       raise StorageError(f"{self.file} cannot be written: {error.strerror}") from None
     if record.done:
-      self._slowest = max(self._slowest, seconds)
+      step = seconds / run.config.train.steps
+      self.pace[_size(run)] = max(self.pace.get(_size(run), 0.0), step)
       if not self.keep:
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
+
+
+def _size(run: sweep.Run) -> tuple[int, ...]:
+  """Numbers in which runs that take about as long for a step agree."""
+  model, train = run.config.model, run.config.train
+  return model.width, model.num_layers, train.batch_size, train.tokens_per_step
 
 
 class _Watches(sweep.Watch):

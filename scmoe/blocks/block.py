@@ -37,6 +37,11 @@ class ModelAblation(Options, path="model.ablation"):
     "input (current), or the shortcut's",
     choices=("current", "shortcut"),
   )
+  norm_after: bool = option(
+    False,
+    "a norm on what an expert stage adds to the residual stream, shared + routed, in any wiring; "
+    "model.shortcut_norm=megatron has it with a shortcut alone",
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +261,11 @@ class BlockConfig(Options, path="model"):
       raise ConfigError(
         f"model.shortcut_norm={self.shortcut_norm!r} does not go with model.wiring="
         f"{self.wiring!r}, whose experts alone read their block's norm; use 'shared'"
+      )
+    if rule.skips and self.ablation.norm_after:
+      raise ConfigError(
+        f"model.ablation.norm_after=True normalises shared + routed, got model.wiring="
+        f"{self.wiring!r}, whose attention reads the shared part alone; leave it out"
       )
     if rule.skips and self.shortcut_norm == "megatron":
       raise ConfigError(

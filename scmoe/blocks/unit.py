@@ -86,7 +86,8 @@ class Unit(nnx.Module):
   `model.shortcut_norm` says what normalises the value that the shortcut hands to the experts:
   "shared": the norm of the sublayer that reads the same value (LongCat-Flash); "own": a norm of its
   own; "megatron": a norm of its own, and another one on shared + routed before the residual
-  addition (Megatron-LM ShortcutMoE). Only wirings with a shortcut have such norms.
+  addition (Megatron-LM ShortcutMoE). Only wirings with a shortcut have such norms; with
+  `model.ablation.norm_after` every wiring has the one on shared + routed.
 
   Args:
     config: options of the blocks.
@@ -108,6 +109,7 @@ class Unit(nnx.Module):
     own = rule.is_shortcut and not self.shared_norm
     self.own_norm = config.norm() if own else None
     post = rule.is_shortcut and config.shortcut_norm == "megatron"
+    post |= bool(rule.taps) and config.ablation.norm_after
     self.post_norm = config.norm() if post else None
     mix = lambda: Mix(config.mix, config.width, init_std=config.init_std, rngs=rngs)
     self.mix = mix() if rule.shared_expert else None
@@ -163,8 +165,8 @@ class Unit(nnx.Module):
   ) -> Array:
     """The residual stream after the unit: h plus the routed output, mixed with any shared one.
 
-    With `shortcut_norm=megatron` a norm follows the mix. What is added to h is multiplied by
-    `model.residual_multiplier`.
+    With `shortcut_norm=megatron` or `ablation.norm_after` a norm follows the mix. What is added to
+    h is multiplied by `model.residual_multiplier`.
 
     Args:
       h_BSD: the residual stream before this output is added.

@@ -218,6 +218,18 @@ RULES = (
     "set model.wiring=shared_expert or scmoe_pos2",
   ),
   _Rule(
+    ("model.ablation.norm_after",),
+    lambda run: not run.model.wiring_rule.taps,
+    "model.wiring={run.model.wiring!r} has no experts",
+    "set model.wiring=top2",
+  ),
+  _Rule(
+    ("model.ablation.norm_after",),
+    lambda run: run.model.wiring_rule.is_shortcut and run.model.shortcut_norm == "megatron",
+    "model.shortcut_norm='megatron' has the norm already",
+    "set model.shortcut_norm=shared or own",
+  ),
+  _Rule(
     ("model.shortcut_norm",),
     lambda run: not run.model.wiring_rule.is_shortcut,
     "model.wiring={run.model.wiring!r} has no shortcut",

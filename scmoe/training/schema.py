@@ -44,6 +44,7 @@ _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 # changes keep a run from resuming.
 _SINCE = {
   "model": {
+    "ablation": {"norm_after": False},
     "expert_impl": "auto",
     "expert_fp8": False,
     "experts": "ffn",

@@ -12,6 +12,7 @@ from flax import nnx
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import check_options
+from scmoe.blocks.block import ModelAblation
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.kernels.grouped_matmul import FFNOptions
 from scmoe.models.config import ModelConfig
@@ -92,6 +93,15 @@ def test_shortcut_norms_are_the_only_difference(norm, extra):
   assert parameters("top2", shortcut_norm=norm) == parameters("top2")
 
 
+def test_any_wiring_can_have_the_norm_on_shared_and_routed():
+  after = ModelAblation(norm_after=True)
+  both = parameters("scmoe_pos2", shortcut_norm="own", ablation=after)
+  assert both == parameters("scmoe_pos2", shortcut_norm="megatron")
+  more = count(parameters("top2", ablation=after)) - count(parameters("top2"))
+  assert more == 2 * 2 * D  # gain and bias in each of two pairs
+  assert parameters("dense", ablation=after) == parameters("dense")
+
+
 def test_equal_seeds_give_equal_models_to_the_shortcut_wirings():
   def state(wiring):
     config = harness.tiny(wiring=wiring, num_layers=2)
@@ -114,6 +124,10 @@ ERRORS = {
   "farskip norm": (
     {"wiring": "farskip", "shortcut_norm": "megatron"},
     r"model\.shortcut_norm='megatron' normalises shared \+ routed, got model\.wiring='farskip'",
+  ),
+  "norm after a skip": (
+    {"wiring": "farskip_routed", "ablation": ModelAblation(norm_after=True)},
+    r"model\.ablation\.norm_after=True normalises shared \+ routed, got model\.wiring='farskip_r",
   ),
   "farskip_routed norm": (
     {"wiring": "farskip_routed", "shortcut_norm": "own"},

@@ -37,6 +37,12 @@ CASES |= {
     "shortcut_norm": "own",
     "ablation": ModelAblation("shortcut"),
   },
+  "top2-norm-after": {"wiring": "top2", "ablation": ModelAblation(norm_after=True)},
+  "scmoe_pos2-own-norm-after": {
+    "wiring": "scmoe_pos2",
+    "shortcut_norm": "own",
+    "ablation": ModelAblation(norm_after=True),
+  },
   "scmoe_pos1-every1-llama": {"wiring": "scmoe_pos1", "moe_every": 1, "style": "llama"},
   "scmoe_pos2-llama": {"wiring": "scmoe_pos2", "style": "llama", "mix": "cg2"},
   "dgmoe-llama-megatron": {"wiring": "dgmoe", "style": "llama", "shortcut_norm": "megatron"},

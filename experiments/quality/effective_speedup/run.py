@@ -16,24 +16,15 @@ import study
 
 from scmoe.reports.speedups import read_speedups, speedups_table
 
-# Optimizer steps of the common configuration of each scale (`study.language`, and on a GPU
-# `study.small_language`).
-STEPS = {"smoke": 4, "cpu": 80, "gpu": 1600}
 SHARES = {"eighth": 0.125, "quarter": 0.25, "half": 0.5, "whole": 1, "double": 2}
 
 
 def variants(scale: str) -> dict[str, dict[str, str]]:
   """The baseline with a share of the steps, a tenth of them warm-up, each with its own decay."""
-  found = {"whole": {"model.wiring": "top2"}}
-  for name, share in SHARES.items():
-    steps = max(1, round(share * STEPS[scale]))
-    if name != "whole":
-      found[name] = {
-        "model.wiring": "top2",
-        "train.steps": str(steps),
-        "optimizer.warmup_steps": str(max(1, steps // 10) if steps > 1 else 0),
-      }
-  return {f"top2_{name}": found[name] for name in SHARES}
+  run = study.small_language() if scale == "gpu" else study.language(scale)
+  shares = {name: study.with_share(run, share) for name, share in SHARES.items()}
+  shares["whole"] = {}
+  return {f"top2_{name}": {"model.wiring": "top2", **fields} for name, fields in shares.items()}
 
 
 DESIGN = study.Design(

@@ -1,4 +1,4 @@
-"""Muon in AdamW's place: do the wirings keep their order where each token teaches more?
+"""Muon in AdamW's place: do the wirings keep their order?
 
 python experiments/quality/muon/run.py --scale gpu --limit_seconds 570
 """
@@ -14,9 +14,6 @@ import study
 
 from scmoe.run.config import RunConfig
 
-# Optimizer steps of the common configuration of each scale (`study.language`, and on a GPU
-# `study.small_language`).
-STEPS = {"smoke": 4, "cpu": 80, "gpu": 1600}
 RATE = 2e-3  # of two pilots, 2e-3 and 5e-3, which ended within 0.01 nats; README.md
 CURVE = {"top2_half": 0.5, "top2_double": 2}
 POS2 = {"model.wiring": "scmoe_pos2"}
@@ -41,18 +38,13 @@ def variants(scale: str) -> dict[str, dict[str, str]]:
     "pos2_megatron": {**POS2, "model.shortcut_norm": "megatron"},
   }
   for name, share in CURVE.items():
-    steps = round(share * STEPS[scale])
-    found[name] = {
-      "model.wiring": "top2",
-      "train.steps": str(steps),
-      "optimizer.warmup_steps": str(steps // 10),
-    }
+    found[name] = {"model.wiring": "top2", **study.with_share(with_muon(scale), share)}
   return found
 
 
 DESIGN = study.Design(
   folder=Path(__file__).resolve().parent,
-  title="Does a shortcut cost as much under Muon as under AdamW?",
+  title="Do the wirings keep their order under Muon?",
   variants=variants,
   contrasts=(
     *study.against(
@@ -62,7 +54,7 @@ DESIGN = study.Design(
     *study.against("scmoe_pos2", "pos2_megatron"),
     *study.against("top2", *CURVE),
   ),
-  configs={scale: functools.partial(with_muon, scale) for scale in STEPS},
+  configs={scale: functools.partial(with_muon, scale) for scale in study.SCALES},
   seeds={"smoke": 2, "cpu": 2,
          "gpu": {name: 3 if name in CURVE else 5 for name in variants("gpu")}},
 )  # fmt: skip

@@ -113,8 +113,8 @@ class Put(Dropless):
 def check_put(exchange: Exchange) -> None:
   """Refuses the put transport on all devices but CPUs, and for a hierarchical exchange.
 
-  On GPUs a program with puts in a loop has not been seen to end; measurements of single puts make a
-  `Put` without this check. On a CPU collectives stand for the kernel, so that the transport can be
+  On GPUs no training step with puts has run; measurements of puts alone make a `Put` without this
+  check. On a CPU collectives stand for the kernel, so that the transport can be
   tried there.
 
   Raises:
@@ -122,7 +122,7 @@ def check_put(exchange: Exchange) -> None:
   """
   why = ""
   if jax.devices()[0].platform != "cpu":
-    why = "is for CPUs alone: on GPUs puts in a loop did not end (experiments/LOG.md, 2026-11-27)"
+    why = "is for CPUs alone: no training step with it has run on GPUs"
   if exchange.nodes > 1:
     why = f"works within one host, got dispatch.nodes={exchange.nodes}"
   if why:

@@ -377,7 +377,8 @@ class Unit(nn.Module):
     shortcut, kind = any(tap != "current" for tap in taps), c.shortcut_norm
     self.shared_norm, self.residual = kind == "shared", c.residual_multiplier
     self.own_norm = model_norm(c) if shortcut and kind != "shared" else None
-    self.post_norm = model_norm(c) if shortcut and kind == "megatron" else None
+    after = (taps and c.ablation.norm_after) or (shortcut and kind == "megatron")
+    self.post_norm = model_norm(c) if after else None
     self.mix = Mix(c) if taps and derived.shared_expert else None
     self.distinct, self.mix_current = derived.distinct, c.ablation.mix_input == "current"
 

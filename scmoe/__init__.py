@@ -64,6 +64,7 @@ if TYPE_CHECKING:
   from scmoe.moe.dispatch import Dropless as Dropless
   from scmoe.moe.dispatch import Local as Local
   from scmoe.moe.dispatch import Packed as Packed
+  from scmoe.moe.dispatch import PerRank as PerRank
   from scmoe.moe.dispatch import Transport as Transport
   from scmoe.moe.dispatch import make_transport as make_transport
   from scmoe.moe.experts import ExpertRows as ExpertRows
@@ -99,8 +100,8 @@ _NAMES = {
   "scmoe.moe.types": ("RouterSums", "Routing"),
   "scmoe.moe.losses": ("balance_loss", "statistics"),
   "scmoe.moe.dispatch": (
-    "Capacity", "DispatchConfig", "Dropless", "Local", "Packed", "Transport",
-    "make_transport",
+    "Capacity", "DispatchConfig", "Dropless", "Local", "Packed", "PerRank",
+    "Transport", "make_transport",
   ),
   "scmoe.moe.experts": ("ExpertRows", "Experts"),
   "scmoe.kernels.grouped_matmul": ("FFNConfig", "FFNOptions", "FFNWeights", "expert_ffn"),

@@ -152,6 +152,13 @@ def test_unknown_field_is_named_with_a_near_one(path, near):
     ({"dispatch__groups": 3}, ("dispatch.groups=3",)),
     ({"dispatch__nodes": 2}, ("dispatch.nodes=2",)),
     (
+      {"dispatch__transport": "packed", "train__tune": "transport=per_rank"},
+      (
+        "transport=per_rank beside dispatch.transport=packed: packed drops",
+        "and per_rank drops none",
+      ),
+    ),
+    (
       {"dispatch__transport": "dropless", "train__tune": "transport=packed"},
       ("train.tune tries transport=packed", "dispatch.capacity_factor=0"),
     ),

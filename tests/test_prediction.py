@@ -111,13 +111,14 @@ def test_without_a_capacity_rows_are_predicted_as_those_of_dropless():
 
 
 def test_a_row_for_each_rank_is_predicted_as_rows_of_tokens():
-  """Two choices on four devices: 7/16 of the tokens reach each, so all fit with a slack of 16/7.
+  """Two of four experts, one on each device: half of the tokens reach each, all fit with slack 2.
 
   The traced step sends as many: in each of two layers four times a row of 16 numbers of 4 bytes,
   four numbers for its choices, and two back.
   """
-  given = {"mesh__data": 1, "mesh__expert": 4, "model__top_k": 2, "dispatch__transport": "per_rank"}
-  for slack, rows in ((2.0, 4 * 7 / 8), (9.0, 4)):
+  given = {"mesh__data": 1, "mesh__expert": 4, "model__num_experts": 4, "model__top_k": 2}
+  given |= {"dispatch__transport": "per_rank"}
+  for slack, rows in ((1.75, 4 * 7 / 8), (9.0, 4)):
     work = step_work(tiny(**given, dispatch__slack=slack))
     sizes = pair_sizes(work.run)
     assert sizes.sent == pytest.approx(rows)

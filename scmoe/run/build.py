@@ -28,7 +28,8 @@ from scmoe.models.flops import forward_flops, peak_flops
 from scmoe.models.objective import RoutedObjective
 from scmoe.models.preference import Preference
 from scmoe.models.stacked import leading_dimensions
-from scmoe.parallel.mesh import make_mesh, shardings_of
+from scmoe.moe.dispatch.per_rank import reached_share
+from scmoe.parallel.mesh import expert_shards, make_mesh, shardings_of
 from scmoe.parallel.shares import Gathering, StateShares, share_dimensions
 from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.modality import modality_of
@@ -41,6 +42,10 @@ from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 from scmoe.training.step import TrainState, abstract_state
 from scmoe.training.variants import Change, Variant
+
+# `overlap.schedule=auto` tries a row for each rank where it sends at most this share of the rows of
+# `dropless`, and the experts' buffers have at most so many times the room.
+MOST_ROWS, MOST_ROOM = 0.75, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +99,29 @@ class Built:
     buffers = run.model.ffn.impl == "batched"  # which the packed transport does not make
     if dispatch.transport == "capacity" and dispatch.capacity_factor > 0 and not buffers:
       found.append(Variant(transport="packed"))
-    # A token with one choice travels once with either of the two.
-    choices = run.model.wiring_rule.routed_per_gating(run.model.top_k)
-    if dispatch.transport == "dropless" and choices > 1:
+    if self._may_send_per_rank():
       found.append(Variant(transport="per_rank"))
     if run.overlap.order == "xla":
       found.append(self._in_slots)
     return tuple(found)
+
+  def _may_send_per_rank(self) -> bool:
+    """Whether `auto` tries a row for each rank: it saves rows, and the experts' buffers fit.
+
+    A run with a teacher or adapters is left out: there a cut decides alone, and the cut does not
+    show whether all layers' buffers fit.
+    """
+    run, dispatch = self.run, self.run.dispatch
+    free = not (run.train.teacher or run.lora.base or dispatch.ablation.first_round)
+    if dispatch.transport != "dropless" or not free:
+      return False
+    ranks = run.mesh.expert // expert_shards(run.mesh.expert, run.model.num_experts)
+    choices = run.model.wiring_rule.routed_per_gating(run.model.top_k)
+    share = reached_share(ranks, run.model.num_experts, choices)
+    tokens = min(1.0, dispatch.slack * share)  # of a device's tokens, in each rank's buffer
+    rows, room = ranks * tokens, ranks * tokens * choices
+    dropless = dispatch.slack * choices  # rows for each token, and their room at the experts
+    return rows <= MOST_ROWS * dropless and room <= MOST_ROOM * dropless
 
   def _in_slots(self, best: Variant) -> Variant:
     """`best` with at least two chunks, whose experts barriers hold in the slots that hide most.
@@ -231,7 +252,9 @@ class Built:
     moved = {name: given.pop(name) for name in ("schedule", "order") if name in given}
     top_k = given.pop("top_k", run.model.top_k)
     if given.get("capacity_factor") == 0:  # nothing may be dropped
-      given = {**given, "capacity_factor": run.dispatch.capacity_factor, "transport": "dropless"}
+      given["capacity_factor"] = run.dispatch.capacity_factor
+      if run.dispatch.kind is None or run.dispatch.kind.drops:
+        given["transport"] = "dropless"
     dispatch = dataclasses.replace(run.dispatch, **given)
     overlap = dataclasses.replace(run.overlap, **moved)
     dispatch.check_shards(self.mesh.shape["shard"])

@@ -318,13 +318,13 @@ RULES = (
     ("dispatch.slack",),
     lambda run: run.dispatch.fixed_buffers,
     "dispatch.transport={run.dispatch.transport!r} has fixed buffers",
-    "set dispatch.transport=packed or dropless, or dispatch.capacity_factor",
+    "set dispatch.transport=packed, dropless or per_rank, or dispatch.capacity_factor",
   ),
   _Rule(
     ("dispatch.overflow",),
     lambda run: run.dispatch.fixed_buffers and "transport" not in _tuned(run),
     "dispatch.transport={run.dispatch.transport!r} has no overflow rounds",
-    "set dispatch.transport=packed or dropless",
+    "set dispatch.transport=packed, dropless or per_rank",
   ),
   _Rule(
     ("dispatch.overflow", "dispatch.fp8"),
@@ -348,7 +348,7 @@ RULES = (
     ("dispatch.overflow",),
     lambda run: run.dispatch.kind is None,
     "dispatch.transport={run.dispatch.transport!r} sends rows in its own way",
-    "set dispatch.transport=packed or dropless",
+    "set dispatch.transport=packed, dropless or per_rank",
   ),
   _Rule(
     ("train.preference_beta", "train.reference_free"),

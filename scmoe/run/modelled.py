@@ -58,7 +58,7 @@ def _sent_per_token(run: RunConfig) -> float:
   model, expert = run.model, run.mesh.expert
   k, ranks = model.wiring_rule.routed_per_gating(model.top_k), expert
   ranks //= expert_shards(expert, model.num_experts)
-  return ranks * min(1.0, run.dispatch.slack * reached_share(ranks, k))
+  return ranks * min(1.0, run.dispatch.slack * reached_share(ranks, model.num_experts, k))
 
 
 def _rows_over_share(run: RunConfig) -> float:

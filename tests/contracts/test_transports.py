@@ -268,7 +268,7 @@ def test_all_to_one_expert_needs_the_rounds_that_its_queue_says(slack):
 
 @pytest.mark.parametrize("slack", [1.0, 3.0])
 def test_all_tokens_to_one_rank_need_the_rounds_that_its_queue_says(slack):
-  """On 8 devices, each with 8 tokens, a rank gets 8 · (1 - (7/8)²) = 1.875 tokens of a device."""
+  """On 8 devices, each with 8 tokens, one of the 8 experts each: a rank gets 2/8 of them."""
   got, rounds = run("one", devices=8, transport="per_rank", slack=slack)
   assert_equals_oracle("one", got)
   # P = 2 leaves six tokens for rounds of one row, P = 6 two for one round of two.
@@ -408,10 +408,10 @@ def dense_mixed(x_TD, weight_TK, weights, taken_TK, expert_TK, weigh_input):
 @pytest.mark.parametrize(
   ("transport", "devices", "weights", "slack", "chunks"),
   [("per_rank", 1, "after", 1.0, 1), ("per_rank", 2, "before", 1.0, 1),
-   ("per_rank", 2, "after", 1.25, 2), ("per_rank", 4, "before", 1.0, 2),
+   ("per_rank", 2, "after", 1.25, 2), ("per_rank", 8, "before", 1.0, 2),
    ("per_rank", 8, "after", 1.0, 1), ("dropless", 4, "before", 1.0, 1),
    night("per_rank", 1, "before", 1.0, 1), night("per_rank", 2, "before", 1.25, 1),
-   night("per_rank", 4, "after", 1.0, 1), night("per_rank", 8, "before", 1.0, 2)],
+   night("per_rank", 4, "after", 1.0, 1)],
 )  # fmt: skip
 def test_zero_experts_masks_choices_not_made_and_weights_of_the_input(
   transport, devices, weights, slack, chunks

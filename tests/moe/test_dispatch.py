@@ -1,6 +1,7 @@
 """The capacity rule, the permutation's gradients, and the layer against its oracle."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -15,6 +16,7 @@ import scmoe
 from scmoe.base.errors import ConfigError
 from scmoe.kernels.permute import gather_rows, sum_rows
 from scmoe.moe.dispatch import Capacity, capacity
+from scmoe.moe.dispatch.per_rank import reached_share
 from scmoe.moe.route import make_routing
 
 
@@ -164,3 +166,14 @@ def test_the_example_of_the_page_with_a_row_for_each_rank():
   np.testing.assert_array_equal(chosen[6:], [[0, 2], [0, 1], [0, 2], [2, 2], [0, 2], [1, 0]])
   np.testing.assert_allclose(back[:, 0], [4, 0, 15, 40, 5, 0, 6, 20, 15, 0, 45, 60], rtol=1e-6)
   np.testing.assert_allclose(y_TD[:, 0], [10, 20, 30, 40, 50, 60], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("ranks", "experts", "choices"),
+  [(8, 8, 2), (4, 4, 3), (2, 4, 2), (2, 8, 5), (3, 9, 1), (4, 8, 8)],
+)
+def test_a_balanced_router_reaches_a_rank_with_this_share_of_its_tokens(ranks, experts, choices):
+  """As many of all sets of experts that a token may choose have one of the first rank."""
+  chosen = list(itertools.combinations(range(experts), choices))
+  there = sum(min(one) < experts // ranks for one in chosen)
+  assert reached_share(ranks, experts, choices) == pytest.approx(there / len(chosen))

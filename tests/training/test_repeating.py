@@ -183,6 +183,7 @@ def test_training_repeats_steps_and_says_how_many(compared, tmp_path):
   [
     {"dispatch__transport": "packed", "dispatch__capacity_factor": "4"},
     {"dispatch__transport": "put"},
+    {"dispatch__transport": "per_rank", "model__wiring": "topk", "model__top_k": "2"},
     {"dispatch__chunks": "2"},
     {"train__tokens_per_step": "256", "overlap__flight": "2"},
     {"mesh__shard_state": "parameters"},

@@ -143,9 +143,16 @@ def test_what_auto_tries(built, run, monkeypatch):
   assert built.variant(found), "names that the schedule knows"
   assert tried(dispatch=chunks)[-1](plain).chunks == 2
   lossless = dataclasses.replace(run.dispatch, transport="dropless")
-  two = dataclasses.replace(run.model, wiring="topk", top_k=2)
-  assert tried(dispatch=lossless, model=two)[1] == Variant(transport="per_rank")
-  assert tried(dispatch=lossless)[1:-1] == (), "one choice, one row with either transport"
+  two = MeshConfig(data=2, expert=2)
+  many = dataclasses.replace(run.model, wiring="topk", num_experts=8, top_k=4)
+  per_rank = lambda **fields: Variant(transport="per_rank") in tried(dispatch=lossless, **fields)
+  assert per_rank(model=many, mesh=two)
+  assert not per_rank(model=dataclasses.replace(many, top_k=1), mesh=two), "one row with either"
+  assert not per_rank(model=many), "of four ranks 79 % of the rows, and over three times the room"
+  alone = dataclasses.replace(many, num_experts=2, top_k=2)
+  assert not per_rank(model=alone, mesh=two), "each rank has one expert: nothing is saved"
+  taught = dataclasses.replace(run.train, teacher="a folder")
+  assert not per_rank(model=many, mesh=two, train=taught)
   held = dataclasses.replace(run.overlap, order="barriers")
   assert tried(overlap=held) == (plain, packed), "its order is the user's"
   assert tried(overlap=dataclasses.replace(run.overlap, schedule="mlp 0")) == (Variant(),)

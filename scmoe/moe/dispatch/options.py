@@ -181,13 +181,13 @@ class DispatchConfig(Options, path="dispatch"):
       )
 
   def check_candidate(self, transport: str) -> None:
-    """Checks that `train.tune` may try a transport: it may drop only what this one drops too.
+    """Checks that `train.tune` may try a transport: one that drops what this one drops.
 
     Args:
       transport: a word of `TRANSPORTS`.
 
     Raises:
-      ConfigError: it would drop choices, and this transport drops none; or this transport is the
+      ConfigError: one of the two would drop choices and the other none; or this transport is the
         user's own, of which nobody knows what it drops.
     """
     if self.kind is None:
@@ -195,10 +195,12 @@ class DispatchConfig(Options, path="dispatch"):
         f"train.tune tries transport={transport}, which may drop other choices than one's own "
         f"dispatch.transport={self.transport}, so their times do not compare: leave it out"
       )
-    if not self.kind.drops and TRANSPORTS[transport].drops and self.capacity_factor:
+    drops = TRANSPORTS[transport].drops
+    if self.kind.drops != drops and self.capacity_factor:
+      one, other = (transport, self.transport) if drops else (self.transport, transport)
       raise ConfigError(
-        f"train.tune tries transport={transport}, which drops choices beyond its capacity, and "
-        f"dispatch.transport={self.transport} drops none: leave it out, or set "
+        f"train.tune tries transport={transport} beside dispatch.transport={self.transport}: "
+        f"{one} drops choices beyond its capacity, and {other} drops none; leave it out, or set "
         "dispatch.capacity_factor=0, with which no transport drops any"
       )
 

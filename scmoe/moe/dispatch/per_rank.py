@@ -9,15 +9,17 @@ gather the rows, weigh the outputs and add up those of each row. One row for eac
 back, and the token's device adds up at most W of them.
 
 The rounds are those of `Dropless`, with one place in a rank's queue for each token that has a
-choice there. A balanced router sends T · (1 - (1 - 1/W)^K) of a device's T tokens to a rank; the
-first round has room for `dispatch.slack` times as many in each queue, but for T at most. With room
-for T there is nothing to queue: token t has the place t in each queue, no count is exchanged, and
-the program has no overflow rounds. With a slack of 1.25 that is so for K = 8 and up to W = 5 ranks.
+choice there. A balanced router sends the share `reached_share` of a device's T tokens to a rank;
+the first round has room for `dispatch.slack` times as many in each queue, but for T at most. With
+room for T there is nothing to queue: token t has the place t in each queue, no count is exchanged,
+and the program has no overflow rounds. With a slack of 1.25 that is so for K = 8 and up to W = 4
+ranks.
 
-The price is memory. Each of the W·P rows that a rank receives in a chunk may have all K choices
-there, so the experts' buffers have room for W·P·K choices, used or not: for W = 2 and K = 8 twice
-the T·K choices that are expected, where `Dropless` has room for `dispatch.slack` times as many.
-With more ranks P falls little, and the room grows almost as W does.
+The price is memory at the experts. Each of the W·P rows that a rank receives in a chunk may have
+all K choices there, so the experts' buffers have room for W·P·K choices, used or not (also where a
+rank has fewer than K experts): for W = 2 and K = 8 twice the T·K choices that are expected, where
+`Dropless` has room for `dispatch.slack` times as many. With more ranks P falls little, and the room
+grows almost as W does. The rows themselves need less, 2 T of them instead of 10 T for W = 2.
 
 Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1). Three tokens of
 rank 0 with two choices each chose the experts [2, 3], [0, 2] and [1, 0]. Rank 0's queue for itself
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -74,7 +77,7 @@ class PerRank(Dropless):
   def _expected(self, routing: Routing) -> float:
     """W · T · `reached_share`."""
     (tokens, choices), ranks = routing.expert_TK.shape, self.exchange.size
-    return ranks * tokens * reached_share(ranks, choices)
+    return ranks * tokens * reached_share(ranks, routing.num_experts, choices)
 
   def _queues(self, routing: Routing) -> TokenQueues:
     """The queues of this device's tokens, one for each rank."""
@@ -149,17 +152,21 @@ class PerRank(Dropless):
     return rows_RD if plan is None else sum_rows(rows_RD, None, plan)
 
 
-def reached_share(ranks: int, choices: float) -> float:
-  """The expected share of a device's tokens that have a choice on one rank: 1 - (1 - 1/W)^K.
+def reached_share(ranks: int, num_experts: int, choices: int) -> float:
+  """The expected share of a device's tokens that have a choice on one rank.
 
-  A choice of a balanced router misses the rank with the probability 1 - 1/W. With K = 8 and W = 2
-  the share is 0.996, with K = 2 and W = 8 it is 0.234.
+  A balanced router chooses K different experts of E. They all miss the E / W experts of a rank with
+  the probability (E - E/W) / E · (E - E/W - 1) / (E - 1) · ..., K factors. With W = 2, E = 128 and
+  K = 8 the share is 0.997, with W = 8, E = 8 and K = 2 it is 2 / 8.
 
   Args:
     ranks: W.
+    num_experts: E.
     choices: K.
   """
-  return 1 - (1 - 1 / ranks) ** choices
+  others = num_experts - num_experts // ranks
+  missed = (max(0, others - i) / (num_experts - i) for i in range(min(choices, num_experts)))
+  return 1 - math.prod(missed)
 
 
 class _Choices(NamedTuple):

@@ -173,7 +173,7 @@ def test_the_example_of_the_page_with_a_row_for_each_rank():
   [(8, 8, 2), (4, 4, 3), (2, 4, 2), (2, 8, 5), (3, 9, 1), (4, 8, 8)],
 )
 def test_a_balanced_router_reaches_a_rank_with_this_share_of_its_tokens(ranks, experts, choices):
-  """As many of all sets of experts that a token may choose have one of the first rank."""
+  """It is the share of all sets of K experts that hold one of the first rank's."""
   chosen = list(itertools.combinations(range(experts), choices))
   there = sum(min(one) < experts // ranks for one in chosen)
   assert reached_share(ranks, experts, choices) == pytest.approx(there / len(chosen))

@@ -32,6 +32,7 @@ STUDIES = (
   "first_pair",
   "table4",
   "norms",
+  "norm_after",
   "zero_experts",
   "farskip",
   "moe_every",

@@ -106,7 +106,7 @@ def test_gpus_refuse_puts_and_a_cpu_does_not(monkeypatch):
   gpu = dataclasses.make_dataclass("Gpu", [("platform", str, "gpu")])()
   monkeypatch.setattr(put.jax, "devices", lambda: [gpu])
   with pytest.raises(
-    ConfigError, match=r"is for CPUs alone: on GPUs .*; use dispatch\.transport=dropless"
+    ConfigError, match=r"is for CPUs alone: .* on GPUs; use dispatch\.transport=dropless"
   ):
     transport_of()
 

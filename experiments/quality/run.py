@@ -7,9 +7,9 @@
 The command puts the missing runs of all studies in one list, first seed 0 of every study, then
 seed 1; a free GPU takes the next. A run that two studies share is trained once. A study whose
 finished runs read another text than the one here is left out, and a line says so. --limit_seconds
-is that of the whole call; whatever it cuts off goes on with the next. On a CPU a call without it
-ends after 14 minutes for each study. All other flags are those of a study's own run.py;
---out=FOLDER gives each study a folder in it, FOLDER/STUDY/results.
+is that of the whole call; what it cuts off goes on in the next call. Without it a call on a CPU
+ends after 14 minutes times the number of studies. The other flags are those of a study's own
+run.py, without --only and --workdir; --out=FOLDER gives each study a folder, FOLDER/STUDY/results.
 """
 
 from __future__ import annotations

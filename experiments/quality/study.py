@@ -10,8 +10,8 @@ GPUs trains three runs at a time on each. A CPU trains one run after the other. 
 the seeds of a variant in one process, by one compiled program: it saves starts and compilations,
 and on a GPU it can be slower (experiments/seeds).
 
-Runs whose result lies in results/runs/ are not trained again. A run begins only if it can end
-before the limit, as long as the slowest run so far took; what the limit cuts off saves, and goes on
+Runs whose result lies in results/runs/ are not trained again. A run begins if, at the pace of the
+slowest run of its size, it ends before the limit; what the limit cuts off saves, and goes on
 from there if the same command finds its folder again. The first call at a scale registers the plan,
 with the fields of the configuration that it was given, in results/plan-SCALE.json; later calls
 follow that file.
@@ -282,7 +282,7 @@ def asked(
   given: list[tuple[str, str]],
   beside: Sequence[Path] = (),
 ) -> Asked:
-  """Finds what is missing of a study. It writes nothing.
+  """Finds the runs of a study that have no result yet. It writes nothing.
 
   Args:
     design: of the study.
@@ -292,7 +292,8 @@ def asked(
 
   Raises:
     ConfigError: a field or a variant cannot be used, or the plan is registered otherwise.
-    OtherText: see there.
+    OtherText: finished runs of this study read other data than these.
+    DataError: the data cannot be read.
   """
   scale, results = values["scale"], design.folder / "results"
   workdir = Path(values["workdir"] or f"runs/quality/{design.folder.name}/{scale}")
@@ -323,12 +324,12 @@ def queue_of(many: Sequence[Asked]) -> list[tuple[sweep.Run, Asked]]:
 
 
 def train(many: Sequence[Asked], values: Mapping[str, Any], command: str) -> None:
-  """Registers the plans of several studies, and trains their missing runs in one queue.
+  """Registers the plans of studies that miss runs, and trains these in one queue.
 
   A free GPU takes the next run, whichever study it is of, so that none waits for a study to end.
 
   Args:
-    many: from `asked`; their results arrive in them.
+    many: from `asked`; each result is appended to its study's `results`.
     values: of the flags `FLAGS`.
     command: noted with every result.
 
@@ -478,7 +479,10 @@ class Pieces(sweep.Watch):
     self._earlier = max(alike, default=0.0)
 
   def may_begin(self, run: sweep.Run) -> bool:
-    """Whether the run is going to end before the limit, or would end within no call."""
+    """Whether the run ends before the limit at the pace of the slowest run of its size.
+
+    A run that is too long for any call begins while more than half of the call is left.
+    """
     step = self.pace.get(_size(run)) or self._earlier
     expected = step * run.config.train.steps * len(run.all)
     record = read_run(run.folder)

@@ -108,8 +108,9 @@ class Built:
   def _may_send_per_rank(self) -> bool:
     """Whether `auto` tries a row for each rank: it saves rows, and the experts' buffers fit.
 
-    A run with a teacher or adapters is left out: there a cut decides alone, and the cut does not
-    show whether all layers' buffers fit.
+    In a run with a teacher or adapters the search times a model of two pairs alone, which does not
+    show whether the buffers of all layers fit; so such a run does not try it. With the ablation
+    `first_round` the two transports would leave out different rows.
     """
     run, dispatch = self.run, self.run.dispatch
     free = not (run.train.teacher or run.lora.base or dispatch.ablation.first_round)
@@ -118,7 +119,7 @@ class Built:
     ranks = run.mesh.expert // expert_shards(run.mesh.expert, run.model.num_experts)
     choices = run.model.wiring_rule.routed_per_gating(run.model.top_k)
     share = reached_share(ranks, run.model.num_experts, choices)
-    tokens = min(1.0, dispatch.slack * share)  # of a device's tokens, in each rank's buffer
+    tokens = min(1.0, dispatch.slack * share)  # P / T
     rows, room = ranks * tokens, ranks * tokens * choices
     dropless = dispatch.slack * choices  # rows for each token, and their room at the experts
     return rows <= MOST_ROWS * dropless and room <= MOST_ROOM * dropless

@@ -11,22 +11,25 @@ back, and the token's device adds up at most W of them.
 The rounds are those of `Dropless`, with one place in a rank's queue for each token that has a
 choice there. A balanced router sends the share `reached_share` of a device's T tokens to a rank;
 the first round has room for `dispatch.slack` times as many in each queue, but for T at most. With
-room for T there is nothing to queue: token t has the place t in each queue, no count is exchanged,
-and the program has no overflow rounds. With a slack of 1.25 that is so for K = 8 and up to W = 4
-ranks.
+room for T there is nothing to queue: every token goes to every rank, also to one that has none of
+its experts, where the numbers beside it name none. Token t has the place t in each queue, no count
+is exchanged, and the program has no overflow rounds. With a slack of 1.25 that is so for K = 8 and up
+to W = 4 ranks.
 
 The price is memory at the experts. Each of the W·P rows that a rank receives in a chunk may have
 all K choices there, so the experts' buffers have room for W·P·K choices, used or not (also where a
 rank has fewer than K experts): for W = 2 and K = 8 twice the T·K choices that are expected, where
-`Dropless` has room for `dispatch.slack` times as many. With more ranks P falls little, and the room
-grows almost as W does. The rows themselves need less, 2 T of them instead of 10 T for W = 2.
+`Dropless` has room for `dispatch.slack` times as many. While P = T the room grows as W; beyond that
+P shrinks, and the room approaches slack·K²·T, 80 T for K = 8. The rows themselves need less, 2 T of
+them instead of 10 T for W = 2.
 
 Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1). Three tokens of
 rank 0 with two choices each chose the experts [2, 3], [0, 2] and [1, 0]. Rank 0's queue for itself
 holds the tokens 1 and 2, its queue for rank 1 the tokens 0 and 1: four rows, where `Dropless` sends
-six. With P = 2, rank 1 gets token 0 with [0, 1], both of its experts, and token 1 with [2, 0]: 2 is
-no expert of a rank with two. P = 3 would have room for all tokens; each rank would then get the
-tokens 0, 1 and 2, and rank 1 the choices [0, 1], [2, 0] and [2, 2].
+six. With room for two rows (fewer than any slack gives three tokens), rank 1 gets token 0 with
+[0, 1], both of its experts, and token 1 with [2, 0]: 2 is no expert of a rank with two. With a
+slack of 1.25 there is room for three; each rank then gets the tokens 0, 1 and 2, and rank 1 the
+choices [0, 1], [2, 0] and [2, 2].
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ choice there. A balanced router sends the share `reached_share` of a device's T 
 the first round has room for `dispatch.slack` times as many in each queue, but for T at most. With
 room for T there is nothing to queue: every token goes to every rank, also to one that has none of
 its experts, where the numbers beside it name none. Token t has the place t in each queue, no count
-is exchanged, and the program has no overflow rounds. With a slack of 1.25 that is so for K = 8 and up
-to W = 4 ranks.
+is exchanged, and the program has no overflow rounds. With a slack of 1.25 that is so for K = 8 and
+up to W = 4 ranks.
 
 The price is memory at the experts. Each of the W·P rows that a rank receives in a chunk may have
 all K choices there, so the experts' buffers have room for W·P·K choices, used or not (also where a

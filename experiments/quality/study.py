@@ -171,6 +171,11 @@ def language(scale: str) -> RunConfig:
   )  # fmt: skip
 
 
+def of_small_studies(scale: str) -> RunConfig:
+  """The configuration of a scale that the studies of the smaller model share."""
+  return small_language() if scale == "gpu" else language(scale)
+
+
 def small_language() -> RunConfig:
   """The smaller language model of `--scale gpu`, and why some studies have it: README.md."""
   run = language("gpu")

@@ -128,8 +128,8 @@ class Dispatched:
     overflow_TD: the overflow rounds' part of the output, in the tokens' type, 0 if no round was
       needed. None if the program has no overflow rounds, because none can be needed or because
       `dispatch.ablation.first_round` leaves them out; and None while `queues` still waits.
-    queues: the queues (`dropless.Queues`) from which overflow rounds have yet to send; None if the
-      program has no such rounds, or they have run.
+    queues: the queues (such as `dropless.Queues`) from which overflow rounds have yet to send; None
+      if the program has no such rounds, or they have run.
     plans: from `Put`, for each chunk what `combine` needs beside rows and permutation; from
       `PerRank`, if weights multiply the experts' input, which choice fills which of the rows; from
       `PerRank` otherwise and from `Dropless`, also within `Packed`, None for each chunk; else

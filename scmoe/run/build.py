@@ -28,13 +28,12 @@ from scmoe.models.flops import forward_flops, peak_flops
 from scmoe.models.objective import RoutedObjective
 from scmoe.models.preference import Preference
 from scmoe.models.stacked import leading_dimensions
-from scmoe.moe.dispatch.per_rank import reached_share
-from scmoe.parallel.mesh import expert_shards, make_mesh, shardings_of
+from scmoe.parallel.mesh import make_mesh, shardings_of
 from scmoe.parallel.shares import Gathering, StateShares, share_dimensions
 from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.modality import modality_of
 from scmoe.run.model import Params, build_model, derived_overlap, make_model, router_shapes
-from scmoe.run.modelled import modelled_times
+from scmoe.run.modelled import modelled_times, sent_per_rank
 from scmoe.run.on_host import on_host
 from scmoe.training.host_arrays import to_device
 from scmoe.training.host_state import joined
@@ -116,13 +115,10 @@ class Built:
     free = not (run.train.teacher or run.lora.base or dispatch.ablation.first_round)
     if dispatch.transport != "dropless" or not free:
       return False
-    ranks = run.mesh.expert // expert_shards(run.mesh.expert, run.model.num_experts)
     choices = run.model.wiring_rule.routed_per_gating(run.model.top_k)
-    share = reached_share(ranks, run.model.num_experts, choices)
-    tokens = min(1.0, dispatch.slack * share)  # P / T
-    rows, room = ranks * tokens, ranks * tokens * choices
-    dropless = dispatch.slack * choices  # rows for each token, and their room at the experts
-    return rows <= MOST_ROWS * dropless and room <= MOST_ROOM * dropless
+    rows, dropless = sent_per_rank(run), dispatch.slack * choices  # for each token
+    # At the experts a row of `per_rank` has room for all its choices, one of `dropless` for one.
+    return rows <= MOST_ROWS * dropless and rows * choices <= MOST_ROOM * dropless
 
   def _in_slots(self, best: Variant) -> Variant:
     """`best` with at least two chunks, whose experts barriers hold in the slots that hide most.

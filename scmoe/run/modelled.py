@@ -47,14 +47,12 @@ def pair_sizes(run: RunConfig) -> Sizes:
     matrices=3 if is_gated(model.ffn.activation) else 2,
     inward=projection_weights(model)[0] // tensor,
     value_width=value_width // tensor,
-    sent=_sent_per_token(run) if wiring.taps else 0.0,
+    sent=sent_per_rank(run) if run.dispatch.transport == "per_rank" and wiring.taps else 0.0,
   )
 
 
-def _sent_per_token(run: RunConfig) -> float:
-  """Rows that the exchange's buffers hold for each token; 0 if they hold one for each choice."""
-  if run.dispatch.transport != "per_rank":
-    return 0.0
+def sent_per_rank(run: RunConfig) -> float:
+  """Rows for each token in the send buffers that `dispatch.transport=per_rank` has for this run."""
   model, expert = run.model, run.mesh.expert
   k, ranks = model.wiring_rule.routed_per_gating(model.top_k), expert
   ranks //= expert_shards(expert, model.num_experts)

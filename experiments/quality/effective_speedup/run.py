@@ -21,7 +21,7 @@ SHARES = {"eighth": 0.125, "quarter": 0.25, "half": 0.5, "whole": 1, "double": 2
 
 def variants(scale: str) -> dict[str, dict[str, str]]:
   """The baseline with a share of the steps, a tenth of them warm-up, each with its own decay."""
-  run = study.small_language() if scale == "gpu" else study.language(scale)
+  run = study.of_small_studies(scale)
   shares = {name: study.with_share(run, share) for name, share in SHARES.items()}
   shares["whole"] = {}
   return {f"top2_{name}": {"model.wiring": "top2", **fields} for name, fields in shares.items()}

@@ -21,7 +21,7 @@ POS2 = {"model.wiring": "scmoe_pos2"}
 
 def with_muon(scale: str) -> RunConfig:
   """The configuration that the other studies have at this scale, with Muon at `RATE`."""
-  run = study.small_language() if scale == "gpu" else study.language(scale)
+  run = study.of_small_studies(scale)
   return dataclasses.replace(
     run, optimizer=dataclasses.replace(run.optimizer, name="muon", learning_rate=RATE)
   )

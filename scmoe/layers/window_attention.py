@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.layers.attention import Attention, AttentionConfig, KeyValues, Projected
+from scmoe.layers.grid_attention import ValueConvolution
 
 
 class WindowAttention(Attention):
@@ -37,6 +38,8 @@ class WindowAttention(Attention):
     side: G.
     window: M, a divisor of G.
     shifted: the windows are moved by ⌊M/2⌋, as in every other block; not if M = G.
+    kernel_side: side of a convolution of the values over the whole grid, which is added to the
+      windows' outputs (`ValueConvolution`); 0: none.
     rngs: stream `params` for the initial weights.
 
   Raises:
@@ -50,6 +53,7 @@ class WindowAttention(Attention):
     side: int,
     window: int,
     shifted: bool = False,
+    kernel_side: int = 0,
     rngs: nnx.Rngs,
   ):
     if window < 1 or side % window:
@@ -69,6 +73,9 @@ class WindowAttention(Attention):
     shape = ((2 * window - 1) ** 2, config.num_heads)
     table = config.init_std * jax.random.normal(rngs.params(), shape, jnp.float32)
     self.relative_bias = nnx.Param(table, axes=(None, "heads"))
+    self.local = (
+      ValueConvolution(config, side=side, kernel_side=kernel_side) if kernel_side else None
+    )
 
   def mix(
     self,
@@ -105,6 +112,8 @@ class WindowAttention(Attention):
     weights = jax.nn.softmax(scores, -1).astype(v_BWQHN.dtype)
     y_BWQHN = jnp.einsum("bwhqk,bwkhn->bwqhn", weights, v_BWQHN)
     y_BSHN = out_of_windows(y_BWQHN, self.side, self.window, self.shift)
+    if self.local is not None:
+      y_BSHN += self.local(projected[2])
     return self.over_devices(self.out_of_heads(y_BSHN)), None
 
   @property

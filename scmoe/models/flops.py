@@ -100,7 +100,7 @@ def forward_flops(model: ModelConfig, seq_len: int, real_share: float | None = N
     seen = _positions_seen(model, seq_len)
     return _of_blocks(model, seen, real_share, logits=2 * model.width * model.vocab_size)
   stages = stages_of(model)
-  found = [dataclasses.astuple(_of_blocks(stage, stage.seen, real_share)) for stage in stages]
+  found = [dataclasses.astuple(_of_stage(stage, real_share)) for stage in stages]
   # FLOPs of an image in all stages together, divided by its number of tokens in the first stage.
   kinds = [sum(f * s.tokens for f, s in zip(of_kind, stages)) for of_kind in zip(*found)]
   flops = Flops(*(of_kind / stages[0].tokens for of_kind in kinds))
@@ -130,6 +130,13 @@ def _of_blocks(
     router=moe_blocks * 2 * width * (len(rule.taps) * choices + mix),
     logits=logits,
   )
+
+
+def _of_stage(stage: StageConfig, real_share: float | None) -> Flops:
+  """Forward FLOPs per token of a stage's blocks, the convolutions of their values among them."""
+  blocks = _of_blocks(stage, stage.seen, real_share)
+  local = 2 * stage.vision.value_convolution**2 * stage.num_kv_heads * stage.head_dim
+  return dataclasses.replace(blocks, attention=blocks.attention + stage.num_layers * local)
 
 
 def _stem_flops(stages: Sequence[StageConfig]) -> float:

@@ -30,6 +30,8 @@ MATRICES: dict[str, Sides] = {
   "down": _PLAIN,
 }
 HOLDERS = ("attention", "mlp", "experts")  # modules with matrices
+# A convolution's kernel [rows, columns, in, out] is one matrix from all it sees to its outputs.
+_KERNEL, _CONVOLUTION = "kernel", ((-4, -3, -2), (-1,))
 
 
 def holder_and_sides(path: tuple[Any, ...], ndim: int) -> tuple[str, Sides] | None:
@@ -44,3 +46,14 @@ def holder_and_sides(path: tuple[Any, ...], ndim: int) -> tuple[str, Sides] | No
     return None
   reads, writes = MATRICES[names[-1]]
   return None if ndim < len(reads) + len(writes) else (names[-2], (reads, writes))
+
+
+def kernel_sides(path: tuple[Any, ...], ndim: int) -> Sides | None:
+  """The sides of the kernel of a vision model's convolution; None for another parameter.
+
+  Args:
+    path: of the parameter, as `jax.tree_util` gives it.
+    ndim: number of its dimensions.
+  """
+  name = jax.tree_util.keystr(path[-1:], simple=True)
+  return _CONVOLUTION if name == _KERNEL and ndim == 4 else None

@@ -1,7 +1,8 @@
 """Muon: the update of a matrix is its Nesterov momentum, made nearly orthogonal and scaled.
 
 A parameter's name and its module's say whether it is a matrix (`scmoe.models.matrices`). A
-parameter of 12 stacked layers with 8 experts each is 96 matrices. The iteration that makes them
+parameter of 12 stacked layers with 8 experts each is 96 matrices, the kernel of a convolution
+[3, 3, in, out] is one of 9 · in rows. The iteration that makes them
 orthogonal is optax's. Adam updates the rest, such as embeddings, the head, routers, norms, biases,
 and parameters of a user's modules with other names.
 
@@ -22,7 +23,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from scmoe.models.matrices import holder_and_sides
+from scmoe.models.matrices import holder_and_sides, kernel_sides
 from scmoe.parallel.collectives import gathered
 from scmoe.parallel.gradients import axes_of
 from scmoe.parallel.mesh import own_share
@@ -38,7 +39,8 @@ def dimensions(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
     leaf: the array, or its `jax.ShapeDtypeStruct`.
   """
   found = holder_and_sides(path, leaf.ndim)
-  return None if found is None else MuonDimensionNumbers(*found[1])
+  sides = kernel_sides(path, leaf.ndim) if found is None else found[1]
+  return None if sides is None else MuonDimensionNumbers(*sides)
 
 
 def muon_or(

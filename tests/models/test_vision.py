@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from scmoe.base.batch import ImageBatch
 from scmoe.base.errors import ConfigError
 from scmoe.layers.attention import AttentionConfig
+from scmoe.layers.grid_attention import GridAttention
+from scmoe.layers.group_norm import GroupNormGelu
 from scmoe.layers.window_attention import WindowAttention
 from scmoe.models.config import ModelConfig
 from scmoe.models.gradient_sums import accumulate
@@ -42,6 +44,17 @@ def drawn(make, seed=0):
 # -- oracles --------------------------------------------------------------------------------------
 
 
+def neighbourhoods(v, taps, side):
+  """The values [G·G, H, N] of each token's neighbours in the grid, weighted, one at a time."""
+  found, reach = np.zeros_like(v), taps.shape[0] // 2
+  for row, column in itertools.product(range(side), repeat=2):
+    for r, c in itertools.product(range(-reach, reach + 1), repeat=2):
+      if 0 <= row + r < side and 0 <= column + c < side:
+        other = v[(row + r) * side + column + c]
+        found[row * side + column] += taps[r + reach, c + reach] * other
+  return found
+
+
 def windowed(x, p, side, window, shift):
   """Attention of one image [G·G, D], token by token: those of a token's window are looked up.
 
@@ -63,20 +76,32 @@ def windowed(x, p, side, window, shift):
     ])  # fmt: skip
     weight = np.exp(score - score.max())
     out[i, h] = (weight / weight.sum()) @ v[seen, h]
+  if "local" in p:
+    out += neighbourhoods(v, p["local"], side)
   return np.einsum("shn,hnd->sd", out, p["out"])
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-def test_windowed_attention_and_its_gradient_are_the_oracles(shifted):
-  side, window = 4, 2
-  config = AttentionConfig(width=6, num_heads=2, num_kv_heads=2, head_dim=3)
-  options = {"side": side, "window": window, "shifted": shifted}
-  graph, params = drawn(lambda: WindowAttention(config, **options, rngs=nnx.Rngs(params=0)))
+# A window of 4 is the whole grid, which needs no windows.
+@pytest.mark.parametrize(
+  ("window", "shifted", "kernel"), [(2, False, 0), (2, True, 0), (2, True, 3), (4, False, 3)]
+)
+def test_attention_over_a_grid_and_its_gradient_are_the_oracles(window, shifted, kernel):
+  side = 4
+  config = AttentionConfig(width=6, num_heads=2, num_kv_heads=2, head_dim=3, causal=False)
+  options, windows = {"side": side, "kernel_side": kernel}, {"window": window, "shifted": shifted}
+  kind, more = (WindowAttention, windows) if window < side else (GridAttention, {})
+  graph, params = drawn(lambda: kind(config, **options, **more, rngs=nnx.Rngs(params=0)))
   numbers = np.random.default_rng(1)
   x, weight = numbers.normal(size=(2, 2, side * side, 6))
-  names = {"query": "query", "key": "key", "value": "value", "out": "out", "relative_bias": "bias"}
-  plain = {names[k]: np.asarray(v, np.float64) for k, v in nnx.to_pure_dict(params).items()}
-  oracle = lambda x, p: np.stack([windowed(one, p, side, window, int(shifted)) for one in x])
+  of_module = lambda tree: {
+    {"relative_bias": "bias"}.get(k, k): v["taps"] if k == "local" else v
+    for k, v in nnx.to_pure_dict(tree).items()
+  }
+  plain = {k: np.asarray(v, np.float64) for k, v in of_module(params).items()}
+  without = {} if window < side else {"bias": np.zeros(((2 * window - 1) ** 2, 2))}
+  oracle = lambda x, p: np.stack([
+    windowed(one, without | p, side, window, int(shifted)) for one in x
+  ])  # fmt: skip
   positions = jnp.broadcast_to(jnp.arange(side * side), (2, side * side))
 
   def run(params, x):
@@ -85,7 +110,7 @@ def test_windowed_attention_and_its_gradient_are_the_oracles(shifted):
   got = jax.jit(nnx.merge(graph, params))(jnp.asarray(x, jnp.float32), positions)
   np.testing.assert_allclose(got, oracle(x, plain), atol=2e-6)
   slope = jax.jit(jax.grad(run, (0, 1), has_aux=True))(params, jnp.asarray(x, jnp.float32))[0]
-  slopes = {names[k]: v for k, v in nnx.to_pure_dict(slope[0]).items()}
+  slopes = of_module(slope[0])
   step = {k: numbers.normal(size=v.shape) for k, v in plain.items()}
   step_x, h = numbers.normal(size=x.shape), 1e-5
   at = lambda t: oracle(x + t * step_x, {k: v + t * step[k] for k, v in plain.items()}) * weight
@@ -155,42 +180,93 @@ def test_a_vit_and_its_gradient_are_the_oracles():
   assert got == pytest.approx(want, rel=2e-4)
 
 
-def convolved(x, p, stride):
+def group_normalised(x, p):
+  """An image [S, S, C] whose channels stand in groups of 16, or of 8 where there are only 8."""
+  groups = np.split(x, max(x.shape[-1] // 16, 1), -1)
+  unit = [(g - g.mean()) / np.sqrt(g.var() + 1e-5) for g in groups]
+  return np.concatenate(unit, -1) * p["scale"] + p["bias"]
+
+
+NORMS = {"layer": normalised, "group": group_normalised}
+
+
+def convolved(x, p, stride, norm="layer"):
   """3 x 3 products at every place of an image [S, S, C] with a border of zeros, norm, GELU."""
   side = x.shape[0] // stride
   framed, y = np.pad(x, ((1, 1), (1, 1), (0, 0))), np.zeros((side, side, p["kernel"].shape[-1]))
   for r, c in itertools.product(range(side), repeat=2):
     square = framed[r * stride : r * stride + 3, c * stride : c * stride + 3]
     y[r, c] = np.einsum("ijc,ijcd->d", square, p["kernel"])
-  return gelu(normalised(y, p["norm"]))
+  return gelu(NORMS[norm](y, p["norm"]))
 
 
-@pytest.mark.parametrize("each", [1, 2])
-def test_a_stem_of_convolutions_is_the_oracle(each):
-  """Two halvings leave one token of a 4 x 4 image; the channels are 3, 8 and 16."""
-  vision = VisionConfig(size=4, patch=4, stem="conv", stem_convolutions=each)
-  config = ModelConfig(architecture="vit", vision=vision, wiring="dense", **(SIZES | {"width": 16}))
+@pytest.mark.parametrize(("each", "norm"), [(1, "layer"), (2, "layer"), (2, "group")])
+def test_a_stem_of_convolutions_and_its_gradient_are_the_oracles(each, norm):
+  """Two halvings leave 2 x 2 tokens of an 8 x 8 image; the channels are 3, 16 and 32."""
+  vision = VisionConfig(size=8, patch=4, stem="conv", stem_convolutions=each, stem_norm=norm)
+  config = ModelConfig(architecture="vit", vision=vision, wiring="dense", **(SIZES | {"width": 32}))
   (stage,) = stages_of(config)
   assert [tuple(step) for step in convolutions(stage)] == (
-    [(3, 8, 2), (8, 16, 2)] if each == 1 else [(3, 8, 1), (8, 8, 2), (8, 16, 1), (16, 16, 2)]
+    [(3, 16, 2), (16, 32, 2)] if each == 1 else [(3, 16, 1), (16, 16, 2), (16, 32, 1), (32, 32, 2)]
   )
   graph, params = drawn(lambda: Stem(stage, positions=True, rngs=nnx.Rngs(params=0)))
-  images = np.random.default_rng(3).normal(size=(2, 4, 4, 3))
-  p = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(params))
-  want = []
-  for x in images:
-    for i, step in enumerate(convolutions(stage)):
-      x = convolved(x, p["convolutions"][i], step.stride)
-    want.append(x.reshape(1, -1) @ p["weight"] + p["bias"] + p["positions"])
-  got = nnx.merge(graph, params)(jnp.asarray(images, jnp.float32))
-  np.testing.assert_allclose(got, np.stack(want), atol=1e-5)
+  numbers = np.random.default_rng(3)
+  images, weight = numbers.normal(size=(2, 8, 8, 3)), numbers.normal(size=(2, 4, 32))
+  plain = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(params))
+
+  def oracle(p):
+    found = []
+    for x in images:
+      for own, step in zip(p["convolutions"].values(), convolutions(stage)):
+        x = convolved(x, own, step.stride, norm)
+      found.append(x.reshape(4, -1) @ p["weight"] + p["bias"] + p["positions"])
+    return np.stack(found)
+
+  tokens = lambda p: nnx.merge(graph, p)(jnp.asarray(images, jnp.float32))
+  np.testing.assert_allclose(jax.jit(tokens)(params), oracle(plain), atol=3e-5)
+  slopes = nnx.to_pure_dict(jax.jit(jax.grad(lambda p: (tokens(p) * weight).sum()))(params))
+  step = jax.tree.map(lambda a: numbers.normal(size=a.shape), plain)
+  at = lambda t: (oracle(jax.tree.map(lambda a, d: a + t * d, plain, step)) * weight).sum()
+  got = sum(jax.tree.leaves(jax.tree.map(lambda a, d: (np.asarray(a) * d).sum(), slopes, step)))
+  assert got == pytest.approx((at(1e-5) - at(-1e-5)) / 2e-5, rel=1e-4)
+
+
+def test_a_group_norm_of_16_bit_pixels_keeps_them_in_16_bits():
+  """Its gradient is that of the plain formula in float32, and no float32 copy is kept."""
+  numbers = np.random.default_rng(4)
+  x, bar = (jnp.asarray(numbers.normal(1.0, 2.0, (2, 4, 4, 32)), jnp.bfloat16) for _ in "ab")
+  graph, params = drawn(lambda: GroupNormGelu(32, 1e-5))
+
+  def plain(p, x):
+    grouped = x.astype(jnp.float32).reshape(2, 16, 2, 16)
+    mean, var = grouped.mean((1, 3), keepdims=True), grouped.var((1, 3), keepdims=True)
+    unit = ((grouped - mean) / jnp.sqrt(var + 1e-5)).reshape(x.shape)
+    return jax.nn.gelu(unit * p["scale"] + p["bias"]).astype(x.dtype)
+
+  (got, back), (want, plain_back) = (
+    jax.vjp(run, tree, x)
+    for run, tree in [
+      (lambda p, x: nnx.merge(graph, p)(x), params),
+      (plain, nnx.to_pure_dict(params)),
+    ]
+  )
+  np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=1e-2, atol=1e-2)
+  found, wanted = (jax.tree.leaves(pull(bar)) for pull in (back, plain_back))
+  for a, b in zip(found, wanted, strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_allclose(
+      a.astype(np.float32), b.astype(np.float32), rtol=2e-2, atol=2e-2 * float(jnp.abs(b).max())
+    )
+  kept = [leaf for leaf in jax.tree.leaves(back) if getattr(leaf, "size", 0) >= x.size]
+  assert kept, "the backward pass keeps the input"
+  assert {leaf.dtype for leaf in kept} == {jnp.dtype(jnp.bfloat16)}
 
 
 # -- on devices -----------------------------------------------------------------------------------
 
 SWIN = ModelConfig(
   architecture="swin",
-  vision=VisionConfig(size=8, patch=1, depths="2,2", window=2, classes=3),
+  vision=VisionConfig(size=8, patch=1, depths="2,2", window=2, classes=3, value_convolution=3),
   wiring="scmoe_pos2",
   **SIZES,
 )
@@ -292,6 +368,8 @@ def test_the_share_of_right_guesses_is_the_labels():
   ({"vision": VisionConfig(size=10, patch=4)}, "model.vision.patch=4"),
   ({"vision": VisionConfig(size=12, patch=3, stem="conv")}, "use a power of 2"),
   ({"vision": VisionConfig(stem_convolutions=2)}, "use model.vision.stem=conv"),
+  ({"vision": VisionConfig(stem_norm="group")}, "use model.vision.stem=conv"),
+  ({"vision": VisionConfig(value_convolution=2)}, "use an odd number"),
   ({"style": "llama"}, "is of language models"),
   ({"architecture": "swin", "vision": VisionConfig(size=8, patch=4)}, "do not halve evenly"),
   ({"architecture": "swin", "vision": VisionConfig(depths="2,a")}, "no list of numbers"),

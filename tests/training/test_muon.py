@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from covering import night
 from drawn import drawn
@@ -18,6 +19,7 @@ from scmoe.parallel.mesh import MeshConfig, manual
 from scmoe.run import build, summary
 from scmoe.run.config_files import find_config, load_config
 from scmoe.train import train
+from scmoe.training.muon import muon_or
 from scmoe.training.optimizer import decay_mask
 from scmoe.training.options import OptimizerAblation
 
@@ -113,6 +115,26 @@ def test_an_update_is_that_of_each_matrix_by_itself():
   for name in set(before) - matrices:  # Adam's first step is the sign
     sign = np.sign(given[0][name]) + DECAY * np.asarray(before[name]) * mask[name]
     np.testing.assert_allclose(np.asarray(found[0][name]) / -rate, sign, atol=1e-3, err_msg=name)
+
+
+def test_a_convolution_is_one_matrix_from_all_that_it_sees():
+  """A kernel [3, 3, 4, 5] has 36 rows; a parameter of that name with other dimensions is none."""
+  tx = muon_or(optax.scale(1.0), beta=BETA, rms=RMS)
+  numbers = np.random.default_rng(0)
+  shapes = {"convolutions": {0: {"kernel": (3, 3, 4, 5)}}, "table": {"kernel": (6, 4)}}
+  draw = lambda: jax.tree.map(
+    lambda shape: jnp.asarray(numbers.normal(size=shape), jnp.float32),
+    shapes,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+  grads, state = [draw(), draw()], tx.init(draw())
+  for g, wanted in zip(
+    grads, oracle([g["convolutions"][0]["kernel"].reshape(36, 5) for g in grads])
+  ):
+    updates, state = tx.update(g, state)
+    got = updates["convolutions"][0]["kernel"]
+    np.testing.assert_allclose(got.reshape(36, 5), wanted, atol=2e-4)
+    np.testing.assert_array_equal(updates["table"]["kernel"], g["table"]["kernel"])
 
 
 @pytest.mark.parametrize("axes", [(2, 2, 2), night((1, 8, 1))], ids=str)

@@ -9,6 +9,7 @@ from scmoe.base.options import Options, option
 from scmoe.blocks.wiring import WIRINGS
 
 STEMS = ("patch", "conv")
+STEM_NORMS = ("layer", "group")
 ARCHITECTURES = ("gpt", "vit", "swin")
 
 
@@ -32,6 +33,20 @@ class VisionConfig(Options, path="model.vision"):
     "it stride 1, which see more of an image's detail",
     minimum=1,
     maximum=16,
+  )
+  stem_norm: str = option(
+    "layer",
+    "stem=conv: norm after each convolution: layer (over a pixel's channels), or group (over an "
+    "image's pixels and 16 channels, arXiv 1803.08494)",
+    choices=STEM_NORMS,
+  )
+  value_convolution: int = option(
+    0,
+    "side of a convolution of each attention's values over the grid of tokens, which is added to "
+    "its output and tells a token's neighbours from the rest (LePE of CSWin, arXiv 2107.00652); an "
+    "odd number, 3 is usual; 0: none",
+    minimum=0,
+    maximum=15,
   )
   depths: str = option(
     "2,2,6,2",
@@ -70,7 +85,7 @@ class VisionConfig(Options, path="model.vision"):
     return tuple(map(int, parts))
 
   def check(self) -> None:
-    """Checks `channels`, `size` and the stem; `check_stages` checks the stages.
+    """Checks `channels`, `size`, `value_convolution` and the stem; `check_stages` the stages.
 
     Raises:
       ConfigError: names the field, what was got and what would do.
@@ -91,4 +106,14 @@ class VisionConfig(Options, path="model.vision"):
       raise ConfigError(
         f"model.vision.stem_convolutions={self.stem_convolutions} is of stems with convolutions, "
         f"got model.vision.stem={self.stem!r}; use model.vision.stem=conv"
+      )
+    if self.stem != "conv" and self.stem_norm != "layer":
+      raise ConfigError(
+        f"model.vision.stem_norm={self.stem_norm!r} is of stems with convolutions, got "
+        f"model.vision.stem={self.stem!r}; use model.vision.stem=conv"
+      )
+    if self.value_convolution and not self.value_convolution % 2:
+      raise ConfigError(
+        f"model.vision.value_convolution={self.value_convolution} has no middle; use an odd "
+        "number, or 0 for none"
       )

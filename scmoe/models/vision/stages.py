@@ -9,6 +9,7 @@ from flax import nnx
 
 from scmoe.base.errors import ConfigError
 from scmoe.layers.attention import Attention
+from scmoe.layers.grid_attention import GridAttention
 from scmoe.layers.window_attention import WindowAttention
 from scmoe.models.config import ModelConfig
 
@@ -53,10 +54,13 @@ class StageConfig(ModelConfig):
         windows are smaller than the grid.
     """
     config: Any = dataclasses.replace(self.attention, causal=False)  # pyright: ignore
-    if not self.window_side:
-      return Attention(config, rngs=rngs)
-    shape = {"side": self.side, "window": self.window_side, "shifted": number % 2 == 1}
-    return WindowAttention(config, **shape, rngs=rngs)
+    kernel = self.vision.value_convolution
+    if self.window_side:
+      shape = {"side": self.side, "window": self.window_side, "shifted": number % 2 == 1}
+      return WindowAttention(config, **shape, kernel_side=kernel, rngs=rngs)
+    if kernel:
+      return GridAttention(config, side=self.side, kernel_side=kernel, rngs=rngs)
+    return Attention(config, rngs=rngs)
 
 
 def stages_of(config: ModelConfig) -> tuple[StageConfig, ...]:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from scmoe.layers.group_norm import GroupNormGelu
 from scmoe.layers.norm import Norm
 from scmoe.models.vision.stages import StageConfig
 
@@ -51,7 +52,9 @@ class Stem(nnx.Module):
   def __init__(self, config: StageConfig, *, positions: bool, rngs: nnx.Rngs):
     vision, width, std = config.vision, config.width, config.init_std
     self.patch, steps = vision.patch, convolutions(config)
-    self.convolutions = nnx.List([Convolution(*step, rngs=rngs) for step in steps])
+    self.convolutions = nnx.List(
+      [Convolution(*step, norm=vision.stem_norm, rngs=rngs) for step in steps]
+    )
     read = steps[-1].after if steps else vision.channels * vision.patch**2
     # With std = 1 / sqrt(inputs) a sum over all inputs is about as large as one input.
     self.weight = normal(rngs, (read, width), read**-0.5, (None, "embed"))
@@ -110,22 +113,25 @@ def products(config: StageConfig) -> list[tuple[int, int, int]]:
 
 
 class Convolution(nnx.Module):
-  """A 3 x 3 convolution of stride 1 or 2, a norm over the channels, and GELU (arXiv 2106.14881).
+  """A 3 x 3 convolution of stride 1 or 2, a norm, and GELU (arXiv 2106.14881).
 
-  That paper's stem has batch norm. Here it is a layer norm, so that no image depends on the others
-  of its batch, nor on how the batch is divided over devices.
+  That paper's stem has batch norm. Here it is a layer norm over a pixel's channels, or a group norm
+  over an image, so that no image depends on the others of its batch, nor on how the batch is
+  divided over devices.
 
   Args:
     before, after: numbers of channels of the input and of the output.
     stride: 1 keeps the side, 2 halves it.
+    norm: a word of `model.vision.stem_norm`.
     rngs: stream `params` for the initial weights.
   """
 
-  def __init__(self, before: int, after: int, stride: int, *, rngs: nnx.Rngs):
+  def __init__(self, before: int, after: int, stride: int, *, norm: str, rngs: nnx.Rngs):
     self.stride = stride
     std = (2 / (9 * before)) ** 0.5
     self.kernel = normal(rngs, (3, 3, before, after), std, (None, None, None, "embed"))
-    self.norm = Norm(after, "layernorm", 1e-5)
+    grouped = norm == "group"
+    self.norm = GroupNormGelu(after, 1e-5) if grouped else Norm(after, "layernorm", 1e-5)
 
   def __call__(self, x_BSSC: Float[Array, "B S S C"]) -> Float[Array, "B S S C"]:
     """[B, S, S, before] -> [B, S / stride, S / stride, after]; outside the image is zero."""
@@ -136,7 +142,7 @@ class Convolution(nnx.Module):
       padding=((1, 1), (1, 1)),
       dimension_numbers=("NHWC", "HWIO", "NHWC"),
     )
-    return jax.nn.gelu(self.norm(y))
+    return self.norm(y) if isinstance(self.norm, GroupNormGelu) else jax.nn.gelu(self.norm(y))
 
 
 class PatchMerging(nnx.Module):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ class ValueConvolution(nnx.Module):
     Returns:
       One row for each head of queries, as the attention's outputs have, in the type of the values.
     """
-    y_BSKN = convolved(v_BSKN, self.taps[...], self.side)
+    y_BSKN: Any = convolved(v_BSKN, self.taps[...], self.side)
     return y_BSKN if self.heads == 1 else jnp.repeat(y_BSKN, self.heads, 2)
 
 
@@ -125,9 +126,8 @@ def _convolved_bwd(side, kept, bar):
 def _summed(x: Array, taps: Array, side: int) -> Array:
   """The weighted sum over shifted grids, in the type of x."""
   flat = taps.reshape(-1, *taps.shape[2:])
-  return sum(shifted * tap for shifted, tap in zip(_shifted(x, taps.shape[0], side), flat)).astype(
-    x.dtype
-  )
+  parts = (shifted * tap for shifted, tap in zip(_shifted(x, taps.shape[0], side), flat))
+  return functools.reduce(jnp.add, parts).astype(x.dtype)
 
 
 def _shifted(x: Array, across: int, side: int) -> Iterator[Array]:

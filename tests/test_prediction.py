@@ -114,7 +114,7 @@ def test_a_row_for_each_rank_is_predicted_as_rows_of_tokens():
   """Two of four experts, one on each device: half of the tokens reach each, all fit with slack 2.
 
   The traced step sends as many: in each of two layers four times a row of 16 numbers of 4 bytes,
-  four numbers for its choices, and two back.
+  two numbers for its choice there, and one back.
   """
   given = {"mesh__data": 1, "mesh__expert": 4, "model__num_experts": 4, "model__top_k": 2}
   given |= {"dispatch__transport": "per_rank"}
@@ -122,7 +122,7 @@ def test_a_row_for_each_rank_is_predicted_as_rows_of_tokens():
     work = step_work(tiny(**given, dispatch__slack=slack))
     sizes = pair_sizes(work.run)
     assert sizes.sent == pytest.approx(rows)
-    sent = rows * sizes.tokens * 2 * (4 * 16 + 4 + 2) * 4
+    sent = rows * sizes.tokens * 2 * (4 * 16 + 2 + 1) * 4
     assert work.traffic.all_to_all == sent * 3 / 4
 
 

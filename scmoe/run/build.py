@@ -117,8 +117,10 @@ class Built:
       return False
     choices = run.model.wiring_rule.routed_per_gating(run.model.top_k)
     rows, dropless = sent_per_rank(run), dispatch.slack * choices  # for each token
-    # At the experts a row of `per_rank` has room for all its choices, one of `dropless` for one.
-    return rows <= MOST_ROWS * dropless and rows * choices <= MOST_ROOM * dropless
+    # At the experts a row of `per_rank` has room for all choices that it may have there, one of
+    # `dropless` for one.
+    room = rows * min(choices, run.model.num_experts // self.mesh.shape["expert"])
+    return rows <= MOST_ROWS * dropless and room <= MOST_ROOM * dropless
 
   def _in_slots(self, best: Variant) -> Variant:
     """`best` with at least two chunks, whose experts barriers hold in the slots that hide most.

@@ -276,6 +276,40 @@ def test_all_tokens_to_one_rank_need_the_rounds_that_its_queue_says(slack):
 
 
 @pytest.mark.parametrize(
+  ("devices", "E", "chunks", "slack", "columns"),
+  [(8, 8, 1, 1.0, 1), (8, 8, 2, 1.25, 1), (4, 8, 1, 1.25, 2), (2, 2, 2, 1.0, 1)],
+)
+def test_a_row_has_room_for_one_choice_of_each_expert_of_a_rank_at_most(
+  devices, E, chunks, slack, columns
+):
+  """Values and gradients where a rank has fewer experts than the two choices of a token, or two.
+
+  With weights before the experts, each choice that there is room for has a row.
+  """
+  for kind in ("zipf", "one" if E == 8 else "balanced"):
+    options = {"devices": devices, "transport": "per_rank", "chunks": chunks, "slack": slack}
+    got, _ = run(kind, E=E, **options)
+    assert_equals_oracle(kind, got, E)
+  mesh = make_mesh(MeshConfig(data=1, expert=devices), num_experts=E)
+  way = PerRank(Exchange("expert", devices), slack, chunks)
+
+  def local(x, weight, expert):
+    probs, found = jnp.zeros((x.shape[0], E)), []
+    for weights in ("after", "before"):
+      routing = make_routing(expert, weight, probs, probs, weights=weights)
+      found.append(way.dispatch(x, routing, lambda rows, layout: rows))
+    after, before = found
+    return [layout.group_MK for layout in after.layouts], after.rows, before.rows
+
+  function = manual(local, mesh, (P(BATCH_AXES),) * 3, P(BATCH_AXES))
+  x, weight, _, expert, _ = problem("balanced", E)
+  arrived, rows, weighted = jax.eval_shape(function, x, weight, expert)
+  for chosen, tokens, copies in zip(arrived, rows, weighted, strict=True):
+    assert chosen.shape == (tokens.shape[0], columns)
+    assert copies.shape == (tokens.shape[0] * columns, D)
+
+
+@pytest.mark.parametrize(
   ("transport", "chunks"), [("capacity", 2), ("dropless", 3), ("per_rank", 2), ("put", 2)]
 )
 def test_chunks_change_nothing(transport, chunks):
@@ -531,7 +565,8 @@ def test_a_rank_that_few_tokens_reach_has_room_for_few():
   assert loops
   cut = {"devices": 8, "k": 2, "experts": 8, "ablation": DispatchAblation(first_round=True)}
   once, loops = sent_in(program_of("per_rank", **cut))
-  assert once == [(80, 2), (80, 4), *[(80, D)] * 4]
+  # A rank has one expert, so a row has one choice there: an expert and a weight.
+  assert once == [(80, 1), (80, 2), *[(80, D)] * 4]
   assert not loops
   silent = DispatchAblation(silent=True)
   assert sent_in(program_of("per_rank", **{**cut, "ablation": silent}))[0] == []

@@ -148,7 +148,10 @@ def test_what_auto_tries(built, run, monkeypatch):
   per_rank = lambda **fields: Variant(transport="per_rank") in tried(dispatch=lossless, **fields)
   assert per_rank(model=many, mesh=two)
   assert not per_rank(model=dataclasses.replace(many, top_k=1), mesh=two), "one row with either"
-  assert not per_rank(model=many), "of four ranks 79 % of the rows, and over three times the room"
+  assert not per_rank(model=many), "of four ranks 79 % of the rows"
+  more = lambda experts, k: dataclasses.replace(many, num_experts=experts, top_k=k)
+  assert not per_rank(model=more(64, 8)), "of four ranks 40 % of the rows, and 3.2 times the room"
+  assert per_rank(model=more(8, 6)), "of four ranks with two experts each 1.07 times the room"
   alone = dataclasses.replace(many, num_experts=2, top_k=2)
   assert not per_rank(model=alone, mesh=two), "each rank has one expert: nothing is saved"
   taught = dataclasses.replace(run.train, teacher="a folder")

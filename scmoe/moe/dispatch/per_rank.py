@@ -17,11 +17,12 @@ is exchanged, and the program has no overflow rounds. With a slack of 1.25 that 
 up to W = 4 ranks.
 
 The price is memory at the experts. Each of the W·P rows that a rank receives in a chunk may have
-all K choices there, so the experts' buffers have room for W·P·K choices, used or not (also where a
-rank has fewer than K experts): for W = 2 and K = 8 twice the T·K choices that are expected, where
-`Dropless` has room for `dispatch.slack` times as many. While P = T the room grows as W; beyond that
-P shrinks, and the room approaches slack·K²·T, 80 T for K = 8. The rows themselves need less, 2 T of
-them instead of 10 T for W = 2.
+all K choices there, or one of each of the rank's E / W experts if these are fewer. So the experts'
+buffers have room for W·P·min(K, E / W) choices, used or not: for W = 2 and K = 8 twice the T·K
+choices that are expected, where `Dropless` has room for `dispatch.slack` times as many. While P = T
+the room grows as W; beyond that P shrinks, and the room approaches slack·K²·T, 80 T for K = 8, if
+the experts are many. With one expert a rank it is that of `Dropless`. The rows themselves need
+less, 2 T of them instead of 10 T for W = 2.
 
 Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1). Three tokens of
 rank 0 with two choices each chose the experts [2, 3], [0, 2] and [1, 0]. Rank 0's queue for itself
@@ -67,8 +68,10 @@ class PerRank(Dropless):
 
   Methods, rounds and arguments are those of `Dropless`; a queue holds tokens instead of choices,
   and `longest` is not read: no queue is longer than T. `dispatch` returns rows [W·P, D] in each
-  chunk, with the layout of tokens in place (`choices_layout`). If weights multiply the experts'
-  input, it returns a weighted row for each choice instead, [W·P·K, D], sorted by expert.
+  chunk, with the layout of tokens in place (`choices_layout`) and min(K, E / W) choices each. If
+  weights multiply the experts' input, it returns a weighted row for each of these choices instead,
+  [W·P·min(K, E / W), D], sorted by expert. The taken choices of a token have to be of different
+  experts, as those of `route` are.
   """
 
   weighs: ClassVar[bool] = False
@@ -128,6 +131,8 @@ class PerRank(Dropless):
     expert_RK = expert_RK - rank_R1 * local
     here_RK = (expert_RK >= 0) & (expert_RK < local) & (window.token_R >= 0)[:, None]
     expert_RK = jnp.where(here_RK, expert_RK, local)
+    if local < expert_RK.shape[1]:
+      expert_RK, weight_RK = _by_expert(expert_RK, weight_RK, local)
     packed = (a.reshape(ranks, size, -1) for a in (expert_RK, weight_RK))
     # If `jax.checkpoint` keeps the rows that arrive, it keeps their choices too.
     arrived = checkpoint_name(_exchanged(self.exchange, *packed), "moe_rows")
@@ -172,8 +177,28 @@ def reached_share(ranks: int, num_experts: int, choices: int) -> float:
   return 1 - math.prod(missed)
 
 
+def _by_expert(
+  expert_RK: Int[Array, "R K"], weight_RK: Float[Array, "R K"], experts: int
+) -> tuple[Int[Array, "R e"], Float[Array, "R e"]]:
+  """A row's choices with a column for each of a rank's experts, where these are fewer than K.
+
+  With K = 3 and two experts, the choices [2, 1, 2] with the weights [.5, .3, .2] become [2, 1] with
+  [0, .3]: expert 0 is not chosen. Two choices of one expert become one, with the sum of their
+  weights.
+
+  Args:
+    expert_RK: the experts, from 0 on; `experts` for none.
+    weight_RK: the weight of each choice.
+    experts: e, number of the rank's experts.
+  """
+  expert_e = jnp.arange(experts, dtype=expert_RK.dtype)
+  chosen_RKe = expert_RK[:, :, None] == expert_e
+  weight_Re = jnp.where(chosen_RKe, weight_RK[:, :, None], 0).sum(1)
+  return jnp.where(chosen_RKe.any(1), expert_e, experts), weight_Re
+
+
 class _Choices(NamedTuple):
-  """The choices of rows that have arrived here, M = W·P of them.
+  """The choices of rows that have arrived here, M = W·P of them; K stands for min(K, E / W).
 
   Attributes:
     expert_MK: int32, the experts of this rank, from 0 on; the number of these experts for none.

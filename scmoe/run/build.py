@@ -33,7 +33,7 @@ from scmoe.parallel.shares import Gathering, StateShares, share_dimensions
 from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.modality import modality_of
 from scmoe.run.model import Params, build_model, derived_overlap, make_model, router_shapes
-from scmoe.run.modelled import modelled_times, sent_per_rank
+from scmoe.run.modelled import may_overflow, modelled_times, sent_per_rank
 from scmoe.run.on_host import on_host
 from scmoe.training.host_arrays import to_device
 from scmoe.training.host_state import joined
@@ -232,11 +232,13 @@ class Built:
     """The objective of a variant whose layers send the first round of rows only.
 
     None unless devices exchange rows and `dispatch.overflow=repeat` says that the training step is
-    run again if rows are left over.
+    run again if rows are left over. None, too, if the variant's layers have no loops in any case
+    (`may_overflow`): then no step waits for the figures of the one before.
     """
     run = self.run
     exchange = self.mesh.shape["expert"] > 1 and bool(run.model.wiring_rule.taps)
-    if not (exchange and self.varied(variant).dispatch.repeats):
+    varied = self.varied(variant)
+    if not (exchange and varied.dispatch.repeats and may_overflow(varied)):
       return None
     ablation = dataclasses.replace(run.dispatch.ablation, first_round=True)
     dispatch = dataclasses.replace(run.dispatch, ablation=ablation)

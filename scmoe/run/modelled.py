@@ -53,10 +53,29 @@ def pair_sizes(run: RunConfig) -> Sizes:
 
 def sent_per_rank(run: RunConfig) -> float:
   """Rows for each token in the send buffers that `dispatch.transport=per_rank` has for this run."""
+  ranks, room = _room_per_rank(run)
+  return ranks * min(1.0, room)
+
+
+def may_overflow(run: RunConfig) -> bool:
+  """Whether rows may be left over in the first round of an exchange of this run's training step.
+
+  False for `dispatch.transport=per_rank` if each rank's queue has room for all tokens, whatever
+  their number is: the program then has no overflow rounds. It is not asked about exchanges without
+  rounds.
+  """
+  return run.dispatch.transport != "per_rank" or _room_per_rank(run)[1] < 1
+
+
+def _room_per_rank(run: RunConfig) -> tuple[int, float]:
+  """W, and the tokens for which `per_rank` has room in each of a device's W queues, over T.
+
+  A room of more than 1 is one for all T.
+  """
   model, expert = run.model, run.mesh.expert
   k, ranks = model.wiring_rule.routed_per_gating(model.top_k), expert
   ranks //= expert_shards(expert, model.num_experts)
-  return ranks * min(1.0, run.dispatch.slack * reached_share(ranks, model.num_experts, k))
+  return ranks, run.dispatch.slack * reached_share(ranks, model.num_experts, k)
 
 
 def _rows_over_share(run: RunConfig) -> float:

@@ -217,6 +217,24 @@ def test_a_run_without_overflow_rounds_repeats_nothing(fields):
   assert build(run.resolve(num_devices=8, vocab_size=257)).without_loops(Variant()) is None
 
 
+@pytest.mark.parametrize(("slack", "rounds"), [("1.25", True), ("2.5", False)])
+def test_a_row_for_each_rank_repeats_where_a_queue_may_be_too_short(slack, rounds):
+  """Of eight experts on four ranks a token reaches a rank with 13 / 28: of 2.5 times that, all.
+
+  Without the loops in any case, the step is not asked whether it has to be run again.
+  """
+  fields = {"dispatch__overflow": "repeat", "dispatch__transport": "per_rank"}
+  fields |= {"model__wiring": "topk", "model__num_experts": "8", "model__top_k": "2"}
+  built = build(smoke(dispatch__slack=slack, **fields).resolve(num_devices=8, vocab_size=257))
+  step = Steps(built, built.abstract_state(), Path("unused"))(Variant())
+  assert (type(step), step.repeats) == ((RepeatingStep, True) if rounds else (GuidedStep, False))
+  traced = (step.looped if rounds else step).step.trace(
+    built.abstract_state(), jax.eval_shape(built.random_batch)
+  )
+  assert ("while[" in str(traced.jaxpr)) == rounds
+  assert built.without_loops(Variant(transport="dropless")) is not None
+
+
 def test_a_capacity_that_drops_nothing_repeats():
   fields = {"dispatch.transport": "capacity", "dispatch.capacity_factor": "0"}
   run = smoke(**({"dispatch.overflow": "repeat"} | fields))

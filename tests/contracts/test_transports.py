@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from covering import by_day_and_night, night
 from flax import nnx
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from scmoe.kernels.grouped_matmul import FFNWeights
@@ -556,6 +557,64 @@ def test_a_token_travels_once_to_each_rank_and_no_loop_waits_for_more():
   assert sent == [(320, D)] * 4
   assert not loops
   assert sent_in(program_of("dropless", **given))[1]
+
+
+def read_by_exchanges(jaxpr, given, found):
+  """What a program's results depend on, a set of words each; a barrier's on all that it is given.
+
+  `given` has such a set for each input. For each all-to-all outside loops, `found` gets the type of
+  what travels and what this depends on: inputs, "loop", and "choices" that have travelled before.
+  """
+  known = dict(zip(jaxpr.invars, given, strict=True))
+  depends = lambda x: set() if isinstance(x, Literal) else known.get(x, set())
+  for eqn in jaxpr.eqns:
+    read = list(map(depends, eqn.invars))
+    inner = [getattr(value, "jaxpr", value) for value in eqn.params.values()]
+    inner = [part for part in inner if hasattr(part, "eqns")]
+    every = set().union(*read)
+    if eqn.primitive.name == "while":
+      results = [every | {"loop"}] * len(eqn.outvars)
+    elif inner:
+      results = read_by_exchanges(inner[0], read, found)
+    else:
+      if eqn.primitive.name == "all_to_all":
+        integers = jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.integer)
+        found.append(("choices" if integers else "rows", every))
+        every = every | ({"choices"} if integers else set())
+      results = [every] * len(eqn.outvars)
+    known.update(zip(eqn.outvars, results, strict=True))
+  return list(map(depends, jaxpr.outvars))
+
+
+@pytest.mark.parametrize("slack", [1.0, 9.0])
+def test_the_choices_of_all_chunks_travel_before_the_first_rows(slack):
+  """A later chunk's rows wait for its value, the choices for none, and all for the loop if any."""
+  mesh = make_mesh(MeshConfig(data=1, expert=4), num_experts=8)
+  way = PerRank(Exchange("expert", 4), slack, 3)
+
+  def local(x, weight, expert, first, second):
+    probs, waits = jnp.zeros((x.shape[0], 8)), {1: first, 2: second}
+    routing = make_routing(expert, weight, probs, probs)
+    with waiting(waits):
+      sent = way.dispatch(x, routing, lambda rows, layout: rows)
+    return sent.rows, waits
+
+  rows = P(BATCH_AXES)
+  x, weight, _, expert, other = problem("zipf", 8)
+  given = x, weight, expert, other, other
+  jaxpr = jax.make_jaxpr(manual(local, mesh, (rows,) * 5, rows))(*given).jaxpr
+  found = []
+  read_by_exchanges(jaxpr, [set(), set(), set(), {"first"}, {"second"}], found)
+  before = {"loop"} if slack == 1.0 else set()
+  assert found == [
+    ("choices", before),
+    ("rows", before | {"choices"}),
+    ("rows", before | {"choices", "first"}),
+    ("rows", before | {"choices", "second"}),
+  ]
+  sent, loops = sent_in(program_of("per_rank", devices=2, k=8, experts=16, chunks=2))
+  assert sorted(sent) == sorted([(32, D)] * 8 + [(64, 16), (64, 8)])
+  assert not loops
 
 
 def test_a_rank_that_few_tokens_reach_has_room_for_few():

@@ -236,8 +236,8 @@ class Dropless:
     return y_TD if sent.overflow_TD is None else y_TD + sent.overflow_TD.astype(y_TD.dtype)
 
   def _send(
-    self, x_TD: Array, routing: Routing, queues: Queues, chunk: int, size: int, before: Array | None
-  ) -> tuple[Chunk, Queues, Array | None]:
+    self, x_TD: Array, routing: Routing, queues: Any, chunk: int, size: int, before: Array | None
+  ) -> tuple[Chunk, Any, Array | None]:
     """Packs one chunk of the first round: `size` positions of every queue, from chunk · size on.
 
     Args:
@@ -252,7 +252,7 @@ class Dropless:
       The chunk with the rows that leave, or with those that arrive if the transport `delivers`; the
       queues, tied by a barrier to the rows that leave (but see `Put`); and `before`, tied to both.
     """
-    given_TK, multiplies_input = _used_weights(routing)
+    given_TK, multiplies_input = used_weights(routing)
     sent, queues = self._pack(x_TD, given_TK, multiplies_input, queues, chunk * size, size)
     if before is not None:
       rows_RD, queues, before = barrier((sent.rows_RD, queues, before), "forward")
@@ -341,7 +341,7 @@ class Dropless:
     peers = self.exchange.size
     first = self.chunks * self._rows(routing)
     size = overflow_rows(first)
-    given_TK, multiplies_input = _used_weights(routing)
+    given_TK, multiplies_input = used_weights(routing)
     graph, state = nnx.split(experts) if isinstance(experts, nnx.Module) else (None, ())
 
     def run_round(index, x_TD, given_TK, state, queues):
@@ -378,7 +378,7 @@ class Chunk:
   plan: Any = None
 
 
-def _used_weights(routing: Routing) -> tuple[Array, bool]:
+def used_weights(routing: Routing) -> tuple[Array, bool]:
   """The weights of the choices, and whether they multiply the experts' input or their output.
 
   The loop of overflow rounds gets, and differentiates, only this one array of weights.

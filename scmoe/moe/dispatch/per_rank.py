@@ -4,9 +4,10 @@
 each rank, so the same row travels to each four times, and four outputs come back. Here a row
 travels once to each rank, as with DeepEP (deepseek-ai/DeepEP) and Megatron-LM's
 `--moe-token-dispatcher-type flex`. Beside it travel the numbers of the experts there that the token
-chose, and the weights of these choices. The receiving rank computes as `Local` does: its experts
-gather the rows, weigh the outputs and add up those of each row. One row for each that came goes
-back, and the token's device adds up at most W of them.
+chose, and the weights of these choices; those of all chunks arrive before the first rows leave. The
+receiving rank computes as `Local` does: its experts gather the rows, weigh the outputs and add up
+those of each row. One row for each that came goes back, and the token's device adds up at most W of
+them.
 
 The rounds are those of `Dropless`, with one place in a rank's queue for each token that has a
 choice there. A balanced router sends the share `reached_share` of a device's T tokens to a rank;
@@ -55,6 +56,7 @@ from scmoe.moe.dispatch.dropless import (
   make_queues,
   make_window,
   priorities,
+  used_weights,
 )
 from scmoe.moe.dispatch.local import weighted_rows
 from scmoe.moe.types import Routing
@@ -104,6 +106,32 @@ class PerRank(Dropless):
     )
     return TokenQueues(expert_TK, queues, local, multiplies_input)
 
+  def _send(
+    self,
+    x_TD: Array,
+    routing: Routing,
+    queues: TokenQueues,
+    chunk: int,
+    size: int,
+    before: Array | None,
+  ) -> tuple[Chunk, TokenQueues, Array | None]:
+    """Exchanges the choices of all chunks' rows before the first chunk; see `Dropless._send`.
+
+    Only the rows of later chunks wait for other values (`scmoe.parallel.collectives.waiting`).
+    Their choices must not: if they were exchanged behind these values, the dense step that is to
+    hide the rows' exchange would wait, too, until they have arrived; and if each chunk had an
+    exchange of its own that waited for nothing, XLA could place it anywhere between those of the
+    rows, which it would hold up. So all choices leave at once, where the first chunk's would, and
+    the later chunks exchange rows alone. Like the first chunk's rows, they leave behind `before`.
+    """
+    if chunk == 0:
+      window = queues.window(0, size * self.chunks, self.exchange.size)
+      given = _sent_choices(used_weights(routing)[0], queues, window, self.exchange.size)
+      if before is not None:
+        given, before = barrier((given, before), "forward")
+      queues = dataclasses.replace(queues, arrived=self._exchange_choices(given))
+    return super()._send(x_TD, routing, queues, chunk, size, before)
+
   def _pack(
     self,
     x_TD: Array,
@@ -113,32 +141,30 @@ class PerRank(Dropless):
     low: Any,
     size: int,
   ) -> tuple[Chunk, TokenQueues]:
-    """Packs the rows, and exchanges their choices; see `Dropless._pack`.
+    """Packs the rows, with their choices that have arrived; see `Dropless._pack`.
 
-    The choices are exchanged before the rows, so that the layout of the arriving rows can be
-    computed beside the rows' exchange; the queues, which that layout does not read, have no
-    barrier.
+    An overflow round exchanges its choices here. They travel before the rows, so that the layout of
+    the arriving rows can be computed beside the rows' exchange; the queues, which that layout does
+    not read, have no barrier.
     """
     del multiplies_input
-    ranks, local = self.exchange.size, queues.local
+    ranks = self.exchange.size
     window = queues.window(low, size, ranks)
     rows_RD = gather_rows(x_TD, window)
-    weight_RK = gather_rows(given_TK, window)
-    expert_RK = take_rows(queues.expert_TK, window.token_R)
-    # Experts are numbered from 0 on each rank; `local` stands for a choice of another rank's
-    # expert, one that is not taken, or one of an empty row.
-    rank_R1 = jnp.arange(ranks, dtype=jnp.int32).repeat(size)[:, None]
-    expert_RK = expert_RK - rank_R1 * local
-    here_RK = (expert_RK >= 0) & (expert_RK < local) & (window.token_R >= 0)[:, None]
-    expert_RK = jnp.where(here_RK, expert_RK, local)
-    if local < expert_RK.shape[1]:
-      expert_RK, weight_RK = _by_expert(expert_RK, weight_RK, local)
-    packed = (a.reshape(ranks, size, -1) for a in (expert_RK, weight_RK))
-    # If `jax.checkpoint` keeps the rows that arrive, it keeps their choices too.
-    arrived = checkpoint_name(_exchanged(self.exchange, *packed), "moe_rows")
-    choices = _Choices(*(a.reshape(expert_RK.shape) for a in arrived))
+    if queues.arrived is None:
+      arrived = self._exchange_choices(_sent_choices(given_TK, queues, window, ranks))
+    else:
+      arrived = _Choices(*(a[:, low : low + size] for a in queues.arrived))
+    choices = _Choices(*(a.reshape(ranks * size, -1) for a in arrived))
     rows_RD, choices = barrier((rows_RD, choices), "forward")
     return Chunk(rows_RD, window, choices), queues
+
+  def _exchange_choices(self, given: _Choices) -> _Choices:
+    """The choices [W, P, K] of the rows that arrive here, for those of the rows that leave.
+
+    If `jax.checkpoint` keeps the rows that arrive, it keeps their choices too.
+    """
+    return _Choices(*checkpoint_name(_exchanged(self.exchange, *given), "moe_rows"))
 
   def _arrived(
     self, sent: Chunk, queues: TokenQueues, low: Any, size: int
@@ -177,6 +203,30 @@ def reached_share(ranks: int, num_experts: int, choices: int) -> float:
   return 1 - math.prod(missed)
 
 
+def _sent_choices(
+  given_TK: Array, queues: TokenQueues, window: Permutation, ranks: int
+) -> _Choices:
+  """The choices of the rows in a window's send buffer, [W, P, K], with the receiver's numbers.
+
+  Args:
+    given_TK: the weights of the tokens' choices.
+    queues: of the tokens.
+    window: which token has which row.
+    ranks: W.
+  """
+  local, weight_RK = queues.local, gather_rows(given_TK, window)
+  expert_RK = take_rows(queues.expert_TK, window.token_R)
+  # Experts are numbered from 0 on each rank; `local` stands for a choice of another rank's expert,
+  # one that is not taken, or one of an empty row.
+  rank_R1 = jnp.arange(ranks, dtype=jnp.int32).repeat(expert_RK.shape[0] // ranks)[:, None]
+  expert_RK = expert_RK - rank_R1 * local
+  here_RK = (expert_RK >= 0) & (expert_RK < local) & (window.token_R >= 0)[:, None]
+  expert_RK = jnp.where(here_RK, expert_RK, local)
+  if local < expert_RK.shape[1]:
+    expert_RK, weight_RK = _by_expert(expert_RK, weight_RK, local)
+  return _Choices(*(a.reshape(ranks, -1, a.shape[1]) for a in (expert_RK, weight_RK)))
+
+
 def _by_expert(
   expert_RK: Int[Array, "R K"], weight_RK: Float[Array, "R K"], experts: int
 ) -> tuple[Int[Array, "R e"], Float[Array, "R e"]]:
@@ -198,15 +248,18 @@ def _by_expert(
 
 
 class _Choices(NamedTuple):
-  """The choices of rows that have arrived here, M = W·P of them; K stands for min(K, E / W).
+  """The choices of rows that leave or have arrived, [W, P, K] or [W·P, K].
+
+  Here and in `_exchanged`, K stands for min(K, E / W).
 
   Attributes:
-    expert_MK: int32, the experts of this rank, from 0 on; the number of these experts for none.
-    weight_MK: the weight of each choice; that of no expert may be anything finite.
+    expert: int32, experts of the rank to which the rows travel, from 0 on; the number of these
+      experts for none.
+    weight: the weight of each choice; that of no expert may be anything finite.
   """
 
-  expert_MK: Array
-  weight_MK: Array
+  expert: Array
+  weight: Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -242,12 +295,15 @@ class TokenQueues:
       in each queue, token t at position t.
     local: number of experts of each rank, static.
     multiplies_input: whether weights multiply the experts' input; static.
+    arrived: the choices [W, C·P, K] of the rows that come here in the first round's C chunks; None
+      before they have arrived, and in overflow rounds.
   """
 
   expert_TK: Array
   queues: Queues | None
   local: int = dataclasses.field(metadata={"static": True})
   multiplies_input: bool = dataclasses.field(metadata={"static": True})
+  arrived: _Choices | None = None
 
   @property
   def longest(self) -> Array:

@@ -2,8 +2,9 @@
 
 The loop of overflow rounds in every layer (`scmoe.moe.dispatch.dropless`) costs time even where it
 never runs: XLA's GPU runtime copies the loop's condition to the host, which reads it before it
-launches anything else, and XLA runs no exchange beside the loop. Where devices exchange rows and a
-step may be run again (`DispatchConfig.repeats`), it is one of two programs with the same state:
+launches anything else, and XLA runs no exchange beside the loop. Where devices exchange
+rows, some may be left over, and a step may be run again (`DispatchConfig.repeats`), it is one of
+two programs with the same state:
 
   once     sends the first round of rows only (but a second model, such as a teacher, has its
            loops). Where no row is left over, it adds up the same numbers as the program with

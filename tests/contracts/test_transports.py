@@ -283,7 +283,7 @@ def test_all_tokens_to_one_rank_need_the_rounds_that_its_queue_says(slack):
 def test_a_row_has_room_for_one_choice_of_each_expert_of_a_rank_at_most(
   devices, E, chunks, slack, columns
 ):
-  """Values and gradients where a rank has fewer experts than the two choices of a token, or two.
+  """Values and gradients where a rank has one expert, or two, and a token two choices.
 
   With weights before the experts, each choice that there is room for has a row.
   """
@@ -560,7 +560,7 @@ def test_a_token_travels_once_to_each_rank_and_no_loop_waits_for_more():
 
 
 def read_by_exchanges(jaxpr, given, found):
-  """What a program's results depend on, a set of words each; a barrier's on all that it is given.
+  """Returns what each result of a program depends on, in words; behind a barrier, all its inputs.
 
   `given` has such a set for each input. For each all-to-all outside loops, `found` gets the type of
   what travels and what this depends on: inputs, "loop", and "choices" that have travelled before.

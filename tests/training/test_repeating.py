@@ -219,9 +219,10 @@ def test_a_run_without_overflow_rounds_repeats_nothing(fields):
 
 @pytest.mark.parametrize(("slack", "rounds"), [("1.25", True), ("2.5", False)])
 def test_a_row_for_each_rank_repeats_where_a_queue_may_be_too_short(slack, rounds):
-  """Of eight experts on four ranks a token reaches a rank with 13 / 28: of 2.5 times that, all.
+  """A token with two of eight experts on four ranks reaches a rank with the probability 13 / 28.
 
-  Without the loops in any case, the step is not asked whether it has to be run again.
+  With room for 2.5 times that share, a queue has room for all tokens: the program has no loops in
+  any case, and the step is not asked whether it has to be run again.
   """
   fields = {"dispatch__overflow": "repeat", "dispatch__transport": "per_rank"}
   fields |= {"model__wiring": "topk", "model__num_experts": "8", "model__top_k": "2"}

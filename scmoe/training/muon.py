@@ -28,11 +28,16 @@ from scmoe.parallel.collectives import gathered
 from scmoe.parallel.gradients import axes_of
 from scmoe.parallel.mesh import own_share
 
+# Parameters of more elements are no part of a batch: joining them would cost a copy of gradient and
+# momentum, and their kernels are long enough.
+SMALL = 1 << 22
+
 
 def dimensions(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
   """The input and output dimensions of a parameter's matrices; None if it is no matrix.
 
-  They are counted from the end: -1 is the last dimension.
+  They are counted from the end: -1 is the last dimension, and the outputs are the last dimensions,
+  which follow the inputs.
 
   Args:
     path: of the parameter, as `jax.tree_util` gives it.
@@ -60,8 +65,7 @@ def muon_or(
   if specs is not None:
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, P))
     spec_of = {jax.tree_util.keystr(path): spec for path, spec in leaves}
-  named = lambda tree: jax.tree_util.tree_map_with_path(dimensions, tree)
-  inner = scale_by_muon(beta=beta, weight_dimension_numbers=named)
+  momentum = scale_by_muon(beta=beta)
 
   def each(change: Callable[[Any, Array, P], Array], tree: Any) -> Any:
     of = lambda path, leaf: change(path, leaf, spec_of.get(jax.tree_util.keystr(path), P()))
@@ -69,17 +73,78 @@ def muon_or(
 
   def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     del params, extra
-    gathered_state = state._replace(mu=each(_gathered, state.mu))
-    results: Any = inner.update(each(_gathered, updates), gathered_state)
-    found, after = results
+    batches = _Batches(whole := each(_gathered, updates))
+    together = scale_by_muon(beta=beta, weight_dimension_numbers=batches.dimensions)
+    before = state._replace(mu=batches.joined(each(_gathered, state.mu)))
+    results: Any = together.update(batches.joined(whole), before)
+    found, after = batches.split(results[0]), batches.split(results[1].mu)
     scaled = jax.tree_util.tree_map_with_path(lambda path, x: _scaled(path, x, rms), found)
-    return each(_share, scaled), after._replace(mu=each(_share, after.mu))
+    return each(_share, scaled), results[1]._replace(mu=each(_share, after))
 
   kind = lambda path, leaf: "other" if dimensions(path, leaf) is None else "matrix"
   return optax.partition(
-    {"matrix": optax.GradientTransformationExtraArgs(inner.init, update), "other": other},
+    {"matrix": optax.GradientTransformationExtraArgs(momentum.init, update), "other": other},
     lambda params: jax.tree_util.tree_map_with_path(kind, params),
   )
+
+
+class _Batches:
+  """Which parameters' matrices are made orthogonal in one batch: small ones of the same shape.
+
+  The iteration is a chain of about 25 kernels, and a GPU waits longer for the launch of each than
+  it computes where matrices are small. A model of eight blocks of width 256 has 18 parameters of
+  matrices, but only six shapes, since a wide matrix and a tall one are transposes of each other.
+
+  Args:
+    tree: parameters of matrices, or arrays like them.
+
+  Attributes:
+    dimensions: name of a batch -> input and output dimensions of its matrices.
+  """
+
+  def __init__(self, tree: Any):
+    leaves, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
+    self.dimensions: dict[str, MuonDimensionNumbers] = {}
+    self.places: list[tuple[str, tuple[int, int] | None, tuple[int, ...]]] = []
+    for path, leaf in leaves:
+      numbers: Any = dimensions(path, leaf)
+      name, sides = jax.tree_util.keystr(path), None
+      if leaf.size <= SMALL:
+        rows, columns = (math.prod(leaf.shape[d] for d in side) for side in numbers)
+        sides = rows, columns
+        name = f"{min(sides)} x {max(sides)} {leaf.dtype}"
+        numbers = MuonDimensionNumbers((-2,), (-1,))
+      self.dimensions[name] = numbers
+      self.places.append((name, sides, leaf.shape))
+
+  def joined(self, tree: Any) -> dict[str, Array]:
+    """Name of a batch -> its matrices [count, rows, columns], with rows <= columns.
+
+    A large parameter is alone in its batch and keeps its shape.
+
+    Args:
+      tree: arrays like those of the parameters.
+    """
+    parts: dict[str, list[Array]] = {}
+    for leaf, (name, sides, _) in zip(jax.tree.leaves(tree), self.places):
+      if sides is not None:
+        leaf = leaf.reshape(-1, *sides)
+        leaf = leaf if sides[0] <= sides[1] else leaf.mT
+      parts.setdefault(name, []).append(leaf)
+    return {name: own[0] if len(own) == 1 else jnp.concatenate(own) for name, own in parts.items()}
+
+  def split(self, joined: dict[str, Array]) -> Any:
+    """The tree whose `joined` this is."""
+    begun, leaves = dict.fromkeys(joined, 0), []
+    for name, sides, shape in self.places:
+      leaf = joined[name]
+      if sides is not None:
+        count = math.prod(shape) // math.prod(sides)
+        leaf = leaf[begun[name] : begun[name] + count]
+        begun[name] += count
+        leaf = leaf if sides[0] <= sides[1] else leaf.mT
+      leaves.append(leaf.reshape(shape))
+    return jax.tree.unflatten(self.treedef, leaves)
 
 
 def _scaled(path: tuple[Any, ...], update: Array, rms: float) -> Array:

@@ -19,7 +19,7 @@ from scmoe.parallel.mesh import MeshConfig, manual
 from scmoe.run import build, summary
 from scmoe.run.config_files import find_config, load_config
 from scmoe.train import train
-from scmoe.training.muon import muon_or
+from scmoe.training import muon
 from scmoe.training.optimizer import decay_mask
 from scmoe.training.options import OptimizerAblation
 
@@ -89,8 +89,10 @@ def as_matrices(name, array):
   return array.reshape(-1, *array.shape[-2:])
 
 
-def test_an_update_is_that_of_each_matrix_by_itself():
+@pytest.mark.parametrize("small", [muon.SMALL, 0], ids=["batches", "one by one"])
+def test_an_update_is_that_of_each_matrix_by_itself(small, monkeypatch):
   """Three steps of random gradients for a whole model, every layer's and expert's matrix alone."""
+  monkeypatch.setattr(muon, "SMALL", small)
   built = built_on(MeshConfig(1, 1, 1))
   params, *grads = drawn(built.shapes), *(drawn(built.shapes, 1.0, seed) for seed in (1, 2, 3))
   tx, rate = built.optimizer.tx, float(built.optimizer.schedule(0))
@@ -119,7 +121,7 @@ def test_an_update_is_that_of_each_matrix_by_itself():
 
 def test_a_convolution_is_one_matrix_from_all_that_it_sees():
   """A kernel [3, 3, 4, 5] has 36 rows; a parameter of that name with other dimensions is none."""
-  tx = muon_or(optax.scale(1.0), beta=BETA, rms=RMS)
+  tx = muon.muon_or(optax.scale(1.0), beta=BETA, rms=RMS)
   numbers = np.random.default_rng(0)
   shapes = {"convolutions": {0: {"kernel": (3, 3, 4, 5)}}, "table": {"kernel": (6, 4)}}
   draw = lambda: jax.tree.map(

@@ -39,7 +39,8 @@ def images(scale: str) -> study.RunConfig:
     run,
     model=dataclasses.replace(run.model, vision=vision, **small),
     train=dataclasses.replace(run.train, **short, **quiet),
-    optimizer=dataclasses.replace(run.optimizer, warmup_steps=5),
+    # An average over 500 steps would be of weights from before the training.
+    optimizer=dataclasses.replace(run.optimizer, warmup_steps=5, ema=0.9),
     checkpoint=dataclasses.replace(run.checkpoint, every=0),
   )
 

@@ -280,9 +280,12 @@ class Watch:
   until = math.inf
 
   def may_begin(self, run: Run) -> bool:
-    """Whether a run is to begin now; one that may not is left for another call."""
+    """Whether a run is to begin now; one that may not is asked for again when another has ended."""
     del run
     return True
+
+  def left(self, runs: Sequence[Run]) -> None:
+    """Called at the end with the runs that never began, if any; they are left for another call."""
 
   def ended(self, run: Run, seconds: float) -> None:
     """Called when the process of a run, and of those beside it, has ended.
@@ -312,17 +315,20 @@ def train_all(
   """
   watch = watch or Watch()
   waiting, free, training = list(runs), list(environments), []
+  put_off: list[Run] = []  # in the order of `runs`, before those that wait
   with _Stop() as stop:
     while (waiting and not stop.requested) or training:
       late = time.monotonic() >= watch.until
       if late:
-        waiting = []
+        waiting, put_off = [], [*put_off, *waiting]
         stop.end_all()
       while waiting and free and not stop.requested:
         run = waiting.pop(0)
-        place = f"[{len(runs) - len(waiting)}/{len(runs)}] {run.title or run.folder.name}"
         if not watch.may_begin(run):
+          put_off.append(run)
           continue
+        number = len(runs) - len(waiting) - len(put_off)
+        place = f"[{number}/{len(runs)}] {run.title or run.folder.name}"
         training.append(_Training(run, free.pop(0), extra, place))
         stop.processes = [one.process for one in training]
       for ended in [one for one in training if one.process.poll() is not None]:
@@ -330,9 +336,14 @@ def train_all(
         training.remove(ended)
         free.append(ended.environment)
         watch.ended(ended.run, time.monotonic() - ended.began)
+        if not late:
+          # With fewer runs on a GPU each is faster: one that would have ended late may end in time.
+          waiting, put_off = [*put_off, *waiting], []
       time.sleep(POLL_SECONDS)
   if stop.requested:
     raise Preempted("the sweep was stopped; run the same command again to go on")
+  if put_off:
+    watch.left(put_off)
 
 
 class _Training:

@@ -273,3 +273,30 @@ def test_runs_at_different_steps_do_not_share_a_process(tmp_path):
   assert [len(run.all) for run in sweep.together(runs)] == [2, 2]
   (runs[0].folder / "checkpoints/5/meta").mkdir(parents=True)
   assert [len(run.all) for run in sweep.together(runs)] == [1, 1, 2]
+
+
+def test_a_run_that_may_not_begin_is_asked_for_again_when_another_has_ended(fake):
+  """The second and fourth of five never may, the third only once the first has ended."""
+  runs = sweep.planned(RunConfig(), [], 5, Path("w"))
+  begun, left = [], []
+
+  class Choosing(sweep.Watch):
+    ends = 0
+
+    def may_begin(self, run):
+      number = runs.index(run)
+      if number in (1, 3) or (number == 2 and not self.ends):
+        return False
+      begun.append(number)
+      return True
+
+    def ended(self, run, seconds):
+      self.ends += 1
+
+    def left(self, runs):
+      left.extend(runs)
+
+  sweep.train_all(runs, [{}, {}], [], Choosing())
+  assert sorted(begun[:2]) == [0, 4]
+  assert begun[2:] == [2]
+  assert left == [runs[1], runs[3]]

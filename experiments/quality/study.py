@@ -11,8 +11,9 @@ the seeds of a variant in one process, by one compiled program: it saves starts 
 and on a GPU it can be slower (experiments/seeds).
 
 Runs whose result lies in results/runs/ are not trained again. A run begins if, at the pace of the
-slowest run of its size, it ends before the limit; what the limit cuts off saves, and goes on
-from there if the same command finds its folder again. The first call at a scale registers the plan,
+run of its size that ended last, it ends before the limit; it is asked for again whenever another
+ends. What the limit cuts off saves, and goes on from there if the same command finds its folder
+again. The first call at a scale registers the plan,
 with the fields of the configuration that it was given, in results/plan-SCALE.json; later calls
 follow that file.
 """
@@ -459,8 +460,8 @@ class Pieces(sweep.Watch):
     limit: seconds of the call; 0: none.
     command, commit: noted with every result.
     keep: checkpoints of runs that are done stay.
-    pace: size of a run (`_size`) -> seconds of an optimizer step in the slowest run of this call;
-      the studies of a call share it.
+    pace: size of a run (`_size`) -> seconds of an optimizer step in the run of this call that ended
+      last, its start included; the studies of a call share it.
   """
 
   def __init__(
@@ -484,21 +485,31 @@ class Pieces(sweep.Watch):
     self._earlier = max(alike, default=0.0)
 
   def may_begin(self, run: sweep.Run) -> bool:
-    """Whether the run ends before the limit at the pace of the slowest run of its size.
+    """Whether the run ends before the limit at the pace of the run of its size that ended last.
 
     A run that is too long for any call begins while more than half of the call is left.
     """
+    remaining, expected = self.until - time.monotonic(), self._expected(run)
+    return expected <= remaining or (expected > self.whole and remaining > self.whole / 2)
+
+  def _expected(self, run: sweep.Run) -> float:
+    """Seconds until the run, and those beside it, would end if they began now."""
     step = self.pace.get(_size(run)) or self._earlier
     expected = step * run.config.train.steps * len(run.all)
     record = read_run(run.folder)
     if record.step and record.steps:  # goes on from a checkpoint
       expected *= 1 - record.step / record.steps
-    left = self.until - time.monotonic()
-    fits = expected <= left or (expected > self.whole and left > self.whole / 2)
-    if not fits:
-      name = run.title or run.folder.name
-      say(f"{name}: not begun, {left:.0f} s are left and a run takes {expected:.0f} s")
-    return fits
+    return expected
+
+  def left(self, runs: Sequence[sweep.Run]) -> None:
+    """Says which runs did not begin, and how long the first of them would have taken."""
+    names = [one.folder.name for run in runs for one in run.all]
+    some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    remaining = max(self.until - time.monotonic(), 0)
+    say(
+      f"{self.one.plan.study}: not begun: {some}; {remaining:.0f} s are left and "
+      f"{names[0]} takes about {self._expected(runs[0]):.0f} s"
+    )
 
   def ended(self, run: sweep.Run, seconds: float) -> None:
     """Writes the results of a process, unless it was only cut off."""
@@ -526,8 +537,7 @@ class Pieces(sweep.Watch):
     except OSError as error:
       raise StorageError(f"{self.file} cannot be written: {error.strerror}") from None
     if record.done:
-      step = seconds / run.config.train.steps
-      self.pace[_size(run)] = max(self.pace.get(_size(run), 0.0), step)
+      self.pace[_size(run)] = seconds / run.config.train.steps
       if not self.keep:
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
 
@@ -551,6 +561,10 @@ class _Watches(sweep.Watch):
 
   def may_begin(self, run: sweep.Run) -> bool:
     return self.of[run.folder].may_begin(run)
+
+  def left(self, runs: Sequence[sweep.Run]) -> None:
+    for watch in dict.fromkeys(self.of[run.folder] for run in runs):
+      watch.left([run for run in runs if self.of[run.folder] is watch])
 
   def ended(self, run: sweep.Run, seconds: float) -> None:
     for watch in dict.fromkeys(self.of[one.folder] for one in run.all):

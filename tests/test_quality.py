@@ -189,6 +189,28 @@ def test_a_new_option_does_not_part_studies(tmp_path):
   assert table.study.registered(design, "smoke", given, places) == stored
 
 
+def test_a_plan_holds_wherever_the_data_lie(fake, monkeypatch):
+  """The folder of the data is the machine's own: the runs read it there, their digests stay."""
+  monkeypatch.setattr(sweep, "visible_gpus", list)
+  monkeypatch.setattr(sweep, "shared_out", lambda jobs, runs: [{}])
+  table = load("table5_vision")
+  design = dataclasses.replace(table.DESIGN, folder=fake / "vision")
+  (fake / "vision/results").mkdir(parents=True)
+  plan = design.plan("gpu", [])
+  assert plan.config["data"]["path"] == "data/cifar10"
+  plan.write(fake / "vision/results")
+  values = {"scale": "gpu", "workdir": str(fake / "w"), "out": "", "only": "top1",
+            "dry_run": True, "table": False}  # fmt: skip
+  one = table.study.asked(design, values, [("data.path", "/elsewhere")])
+  assert one.plan == plan
+  (run, _), *_ = table.study.queue_of([one])
+  assert run.config.data.path == "/elsewhere"
+  (run, _), *_ = table.study.queue_of([table.study.asked(design, values, [])])
+  assert run.config.data.path == "data/cifar10"
+  with pytest.raises(ConfigError, match="registers another plan"):
+    table.study.asked(design, values, [("data.path", "/elsewhere"), ("model.width", "128")])
+
+
 def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
   table = load("table1_3_language")
   monkeypatch.setattr(sweep, "visible_gpus", list)

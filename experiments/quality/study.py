@@ -214,6 +214,11 @@ def variant_run(plan: Plan, variant: str, seed: int) -> RunConfig:
   return dataclasses.replace(run, name=name, train=dataclasses.replace(run.train, seed=seed))
 
 
+def with_data_at(run: RunConfig, path: str) -> RunConfig:
+  """The run with its data in another folder than the plan names; "": in that one."""
+  return dataclasses.replace(run, data=dataclasses.replace(run.data, path=path or run.data.path))
+
+
 def main(design: Design) -> None:
   """The command of a study's run.py."""
 
@@ -259,14 +264,23 @@ class Asked:
     wanted: the variants that this call trains.
     workdir: folder of the runs' folders.
     out: folder for plan and results.
+    data_path: where the data are on this machine; "": where the plan says.
 
   Attributes:
     runs: folder -> (variant, seed) of the runs to train, by seed.
     results: those of this call.
   """
 
-  def __init__(self, plan: Plan, known: list[Result], wanted: set[str], workdir: Path, out: Path):
-    self.plan, self.known, self.out = plan, known, out
+  def __init__(
+    self,
+    plan: Plan,
+    known: list[Result],
+    wanted: set[str],
+    workdir: Path,
+    out: Path,
+    data_path: str = "",
+  ):
+    self.plan, self.known, self.out, self.data_path = plan, known, out, data_path
     self.results: list[Result] = []
     done = self.study.done
     missing = [key for key in plan.runs if key not in done and key[0] in wanted]
@@ -309,10 +323,12 @@ def asked(
   folders = [*runs_of_all(design.folder.parent), *beside, out / "runs"]
   known = read_results(dict.fromkeys(folders), scale)
   wanted = _variants(plan, values["only"])
-  one = Asked(plan, known, wanted, workdir, out)
+  path = dict(given).get("data.path", "")
+  one = Asked(plan, known, wanted, workdir, out, path)
   if not one.runs or values["dry_run"] or values["table"]:
     return one
-  return Asked(plan, of_one_text(plan, known, *next(iter(one.runs.values()))), wanted, workdir, out)
+  alike = of_one_text(plan, known, *next(iter(one.runs.values())), path)
+  return Asked(plan, alike, wanted, workdir, out, path)
 
 
 def queue_of(many: Sequence[Asked]) -> list[tuple[sweep.Run, Asked]]:
@@ -324,7 +340,8 @@ def queue_of(many: Sequence[Asked]) -> list[tuple[sweep.Run, Asked]]:
   for one in many:
     for folder, (variant, seed) in one.runs.items():
       title = f"{one.plan.study}: {folder.name}" if len(many) > 1 else ""
-      run = sweep.Run(folder, variant_run(one.plan, variant, seed), title=title)
+      config = with_data_at(variant_run(one.plan, variant, seed), one.data_path)
+      run = sweep.Run(folder, config, title=title)
       queue.setdefault((one.plan.digest(variant), seed), (run, one))
   return [item for _, item in sorted(queue.items(), key=lambda entry: entry[0][1])]
 
@@ -366,13 +383,16 @@ def train(many: Sequence[Asked], values: Mapping[str, Any], command: str) -> Non
   sweep.train_all(todo, sweep.shared_out(jobs, len(todo)), extra, watch)
 
 
-def of_one_text(plan: Plan, known: list[Result], variant: str, seed: int) -> list[Result]:
+def of_one_text(
+  plan: Plan, known: list[Result], variant: str, seed: int, data_path: str = ""
+) -> list[Result]:
   """The results that read the text which is here; those of other studies that did not are left out.
 
   Args:
     plan: of the study.
     known: results, of this study and of others.
     variant, seed: the run that is to be trained.
+    data_path: see `Asked`.
 
   Raises:
     OtherText: a finished run of this study read other data.
@@ -380,7 +400,7 @@ def of_one_text(plan: Plan, known: list[Result], variant: str, seed: int) -> lis
   """
   if not any(result["data"] for result in known):
     return known
-  run = variant_run(plan, variant, seed)
+  run = with_data_at(variant_run(plan, variant, seed), data_path)
   here = _text_here(run)
   own = (result for result in collected(plan, known).done.values() if result["study"] == plan.study)
   theirs = next((text_of(result["data"]) for result in own), {})
@@ -418,7 +438,9 @@ def registered(
   if found is None:
     return dataclasses.replace(plan, config=as_written(design.folder.parent, scale, plan.config))
   stored = read_plan(found)
-  same = not given or from_dict(stored.config) == from_dict(plan.config)
+  # Each machine has its data elsewhere; that they are the same data, `of_one_text` checks.
+  there = with_data_at(from_dict(plan.config), from_dict(stored.config).data.path)
+  same = not given or from_dict(stored.config) == there
   if not same or dataclasses.replace(plan, config=stored.config) != stored:
     raise ConfigError(
       f"{found} registers another plan; give the options that it was registered with, or make a "

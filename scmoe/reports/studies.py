@@ -45,7 +45,7 @@ _RESULT_SHAPE = {
   "study": str, "scale": str, "variant": str, "seed": int, "plan": str, "status": str, "date": str,
   "final": {"*": object}, "train": dict, "evals": dict, "hardware": str, "tokens": float,
   "parameters": dict, "git": {"commit": Maybe(str), "changed": Maybe(bool)}, "data": Maybe(dict),
-  "versions": Maybe(dict), "step_seconds": Maybe(dict),
+  "versions": Maybe(dict), "environment": Maybe(dict), "step_seconds": Maybe(dict),
 }  # fmt: skip
 
 Result = dict[str, Any]
@@ -165,6 +165,7 @@ def result_line(plan: Plan, variant: str, seed: int, record: Record, **extra: An
     "hardware": record.devices,
     "host": {name: x for name, x in card.get("host", {}).items() if name != "name"},
     "versions": card.get("versions", {}),
+    "environment": card.get("environment", {}),
     "data": card.get("data", {}),
     "parameters": card.get("parameters", {}),
     "flops_per_token": card.get("flops_per_token"),

@@ -175,7 +175,7 @@ def test_a_line_is_what_is_needed_and_small(tmp_path):
   evals = [{"step": 500, "loss": 4.6}, {"step": 1000, "loss": 4.1, "bits_per_byte": 2.0}]
   end = [{"step": 1000, "median_seconds_per_step": 0.5, "host_memory_bytes": 7}]
   card = {"time": "2026-01-01T00:00:00+00:00", "git": {"commit": "abc"}, "host": {"name": "secret",
-          "cpus": 2}}  # fmt: skip
+          "cpus": 2}, "environment": {"NCCL_P2P_DISABLE": "1"}}  # fmt: skip
   record = Record(tmp_path, {"train.steps": 1000}, "1 x cpu", card, train, evals, end, {})
   line = studies.result_line(PLAN, "pos2", 2, record, seconds=12.5)
   assert (line["status"], line["tokens"], line["final"]["loss"]) == ("done", 64000, 4.1)
@@ -185,6 +185,7 @@ def test_a_line_is_what_is_needed_and_small(tmp_path):
   assert line["train"]["loss"][0] == pytest.approx(4.998)  # the mean of five
   assert line["router"] == {"drop": 0.25}
   assert (line["host"], line["seconds"], line["data_seed"]) == ({"cpus": 2}, 12.5, 2)
+  assert line["environment"] == {"NCCL_P2P_DISABLE": "1"}
   assert len(json.dumps(line)) < 10_000
   broken = dataclasses.replace(record, evals=[{"step": 1000, "loss": None}])
   assert studies.result_line(PLAN, "pos2", 2, broken)["status"].startswith("failed: its last eval")

@@ -1,4 +1,4 @@
-"""Attention over a square grid of tokens, to whose outputs a convolution of the values is added.
+"""Attention over a square grid of tokens, which may add a convolution of the values to its outputs.
 
 The score of two tokens does not say whether they are neighbours in the image; a model learns that
 from their positions, which takes many images. The convolution knows it from the start: it is the
@@ -54,18 +54,21 @@ class ValueConvolution(nnx.Module):
 
 
 class GridAttention(Attention):
-  """`Attention` over the whole grid, plus a `ValueConvolution`.
+  """`Attention` over the tokens of an image, which may add a `ValueConvolution`.
 
   Args:
     config: options of the attention. `mix` ignores `causal`, `window`, `chunk` and `sinks`.
     side: G.
-    kernel_side: T, an odd number.
+    kernel_side: T, an odd number; 0: no convolution.
     rngs: stream `params` for the initial weights.
   """
 
   def __init__(self, config: AttentionConfig, *, side: int, kernel_side: int, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    self.local = ValueConvolution(config, side=side, kernel_side=kernel_side)
+    self.side = side
+    self.local = (
+      ValueConvolution(config, side=side, kernel_side=kernel_side) if kernel_side else None
+    )
 
   def mix(
     self,
@@ -76,7 +79,7 @@ class GridAttention(Attention):
     *,
     begins: bool = False,
   ) -> tuple[Float[Array, "B S D"], KeyValues | None]:
-    """Scores, softmax, the sum over values plus their convolution, and the output projection.
+    """The sum over values, plus their convolution, and the output projection.
 
     Args:
       projected: what `project` returned, S = G·G tokens in the order of the grid's rows.
@@ -89,9 +92,19 @@ class GridAttention(Attention):
     """
     del positions_BS, segments_BS, begins
     assert cache is None, "attention over a grid has no cache"
-    scale = self.config.multiplier or None
-    y_BSHN = attend(*projected, None, causal=False, scale=scale) + self.local(projected[2])
+    y_BSHN = self.attended(*projected)
+    if self.local is not None:
+      y_BSHN += self.local(projected[2])
     return self.over_devices(self.out_of_heads(y_BSHN)), None
+
+  def attended(self, q_BSHN: Array, k_BSKN: Array, v_BSKN: Array) -> Float[Array, "B S H N"]:
+    """The sum of the values of all tokens of an image, weighted by the softmax of the scores."""
+    scale = self.config.multiplier or None
+    return attend(q_BSHN, k_BSKN, v_BSKN, None, causal=False, scale=scale)
+
+  def empty_cache(self, batch: int, length: int, dtype: Any) -> KeyValues:
+    """Raises TypeError: a model that reads images does not generate."""
+    raise TypeError("attention over a grid has no cache")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -15,7 +15,6 @@ the grid's four corners, each of another side: every token there sees only itsel
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +24,12 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
-from scmoe.layers.attention import Attention, AttentionConfig, KeyValues, Projected
-from scmoe.layers.grid_attention import ValueConvolution
+from scmoe.layers.attention import AttentionConfig
+from scmoe.layers.grid_attention import GridAttention
 
 
-class WindowAttention(Attention):
-  """`Attention` whose tokens see those of their window only.
+class WindowAttention(GridAttention):
+  """`GridAttention` whose tokens see those of their window only.
 
   Args:
     config: options of the attention. `mix` ignores `causal`, `window`, `chunk`, `multiplier` and
@@ -66,41 +65,18 @@ class WindowAttention(Attention):
         f"windowed attention has as many heads of keys as of queries, got num_kv_heads="
         f"{config.num_kv_heads} and num_heads={config.num_heads}"
       )
-    super().__init__(config, rngs=rngs)
-    self.side, self.window = side, window
+    super().__init__(config, side=side, kernel_side=kernel_side, rngs=rngs)
+    self.window = window
     # A window that is the whole grid has nothing beside it to move to.
     self.shift = window // 2 if shifted and window < side else 0
     shape = ((2 * window - 1) ** 2, config.num_heads)
     table = config.init_std * jax.random.normal(rngs.params(), shape, jnp.float32)
     self.relative_bias = nnx.Param(table, axes=(None, "heads"))
-    self.local = (
-      ValueConvolution(config, side=side, kernel_side=kernel_side) if kernel_side else None
-    )
 
-  def mix(
-    self,
-    projected: Projected,
-    positions_BS: Int[Array, "B S"],
-    segments_BS: Int[Array, "B S"] | None = None,
-    cache: KeyValues | None = None,
-    *,
-    begins: bool = False,
-  ) -> tuple[Float[Array, "B S D"], KeyValues | None]:
-    """Scores inside windows, softmax, the sum over values, and the output projection.
-
-    Args:
-      projected: what `project` returned, S = G·G tokens in the order of the grid's rows.
-      positions_BS, segments_BS, begins: not used: images have no documents, and the order of the
-        tokens says where they are.
-      cache: None: images have no cache.
-
-    Returns:
-      y_BSD, and None in place of a cache.
-    """
-    del positions_BS, segments_BS, begins
-    assert cache is None, "windowed attention has no cache"
+  def attended(self, q_BSHN: Array, k_BSKN: Array, v_BSKN: Array) -> Float[Array, "B S H N"]:
+    """The sum of the values of a token's window, weighted by the softmax of scores plus bias."""
     q_BWQHN, k_BWQHN, v_BWQHN = (
-      into_windows(x, self.side, self.window, self.shift) for x in projected
+      into_windows(x, self.side, self.window, self.shift) for x in (q_BSHN, k_BSKN, v_BSKN)
     )
     # Scores and softmax in float32: a bfloat16 score of 30 is a multiple of 1/8.
     wide = jnp.promote_types(q_BWQHN.dtype, jnp.float32)
@@ -111,19 +87,12 @@ class WindowAttention(Attention):
       scores = jnp.where(seen_WQQ[:, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, -1).astype(v_BWQHN.dtype)
     y_BWQHN = jnp.einsum("bwhqk,bwkhn->bwqhn", weights, v_BWQHN)
-    y_BSHN = out_of_windows(y_BWQHN, self.side, self.window, self.shift)
-    if self.local is not None:
-      y_BSHN += self.local(projected[2])
-    return self.over_devices(self.out_of_heads(y_BSHN)), None
+    return out_of_windows(y_BWQHN, self.side, self.window, self.shift)
 
   @property
   def bias_HQQ(self) -> Float[Array, "H Q Q"]:
     """The bias of each pair of places of a window, of this device's heads."""
     return jnp.moveaxis(self.relative_bias[...][relative_places(self.window)], -1, 0)
-
-  def empty_cache(self, batch: int, length: int, dtype: Any) -> KeyValues:
-    """Raises TypeError: a model with windows does not generate."""
-    raise TypeError("windowed attention has no cache")
 
 
 def into_windows(x_BSHN: Array, side: int, window: int, shift: int) -> Array:

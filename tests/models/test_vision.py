@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from scmoe.base.batch import ImageBatch
 from scmoe.base.errors import ConfigError
 from scmoe.layers.attention import AttentionConfig
-from scmoe.layers.grid_attention import GridAttention
+from scmoe.layers.grid_attention import GridAttention, ValueConvolution
 from scmoe.layers.group_norm import GroupNormGelu
 from scmoe.layers.window_attention import WindowAttention
 from scmoe.models.config import ModelConfig
@@ -117,6 +117,19 @@ def test_attention_over_a_grid_and_its_gradient_are_the_oracles(window, shifted,
   want = (at(h).sum() - at(-h).sum()) / (2 * h)
   own = sum((np.asarray(slopes[k]) * step[k]).sum() for k in plain)
   assert own + (np.asarray(slope[1]) * step_x).sum() == pytest.approx(want, rel=1e-4)
+
+
+def test_heads_of_queries_that_share_values_share_their_convolution():
+  """Four heads of queries, two of values: consecutive heads of queries get the same rows."""
+  config = AttentionConfig(width=6, num_heads=4, num_kv_heads=2, head_dim=3, causal=False)
+  graph, params = drawn(lambda: ValueConvolution(config, side=4, kernel_side=3))
+  values = np.random.default_rng(5).normal(size=(2, 16, 2, 3))
+  got = nnx.merge(graph, params)(jnp.asarray(values, jnp.float32))
+  taps = np.asarray(nnx.to_pure_dict(params)["taps"], np.float64)
+  for image, own in zip(got, values):
+    want = neighbourhoods(own, taps, 4)
+    for head in range(4):
+      np.testing.assert_allclose(image[:, head], want[:, head // 2], atol=1e-6)
 
 
 def normalised(x, p):

@@ -2,10 +2,11 @@
 
 command   python -m scmoe.train --config cifar10_vit --config.data.path=FOLDER
 hardware  one GPU
-time      14.2 ms a step on one H200, so a minute, after 70 s of start (2026-11-28)
-expect    92.3 % after the last step, and with the weights' average. With AdamW, without group norm
-          and value_convolution, 200 epochs ended at 92.7 %. A ViT-Lite of 3.7M reaches 91.4 % in
-          200 epochs, a CCT 94.8 % (SHI-Labs/Compact-Transformers)
+time      14.0 ms a step on one H200, so a minute, and the start (2026-11-28, a first version of the
+          group norm and of Muon's batches)
+expect    92.3 % after the last step, and with the weights' average (the same version). With AdamW,
+          without group norm and value_convolution, 200 epochs ended at 92.7 %. A ViT-Lite of 3.7M
+          reaches 91.4 % in 200 epochs, a CCT 94.8 % (SHI-Labs/Compact-Transformers)
 data      CIFAR-10 as Parquet files in Hugging Face's layout, train* and test*, at data.path, with
           columns img and label
 """

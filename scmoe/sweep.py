@@ -279,20 +279,26 @@ class Watch:
 
   until = math.inf
 
-  def may_begin(self, run: Run) -> bool:
-    """Whether a run is to begin now; one that may not is asked for again when another has ended."""
-    del run
+  def may_begin(self, run: Run, others: int) -> bool:
+    """Whether a run is to begin now; one that may not is asked for again when another has ended.
+
+    Args:
+      run: the next one.
+      others: number of processes that train now.
+    """
+    del run, others
     return True
 
   def left(self, runs: Sequence[Run]) -> None:
     """Called at the end with the runs that never began, if any; they are left for another call."""
 
-  def ended(self, run: Run, seconds: float) -> None:
+  def ended(self, run: Run, seconds: float, others: int) -> None:
     """Called when the process of a run, and of those beside it, has ended.
 
     Args:
       run: the first of them.
       seconds: wall time of the process.
+      others: number of processes that train on.
     """
 
 
@@ -324,7 +330,7 @@ def train_all(
         stop.end_all()
       while waiting and free and not stop.requested:
         run = waiting.pop(0)
-        if not watch.may_begin(run):
+        if not watch.may_begin(run, len(training)):
           put_off.append(run)
           continue
         number = len(runs) - len(waiting) - len(put_off)
@@ -335,7 +341,7 @@ def train_all(
         ended.note_end()
         training.remove(ended)
         free.append(ended.environment)
-        watch.ended(ended.run, time.monotonic() - ended.began)
+        watch.ended(ended.run, time.monotonic() - ended.began, len(training))
         if not late:
           # With fewer runs on a GPU each is faster: one that would have ended late may end in time.
           waiting, put_off = [*put_off, *waiting], []

@@ -223,18 +223,19 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
     one = table.study.Asked(plan, known, set(), fake / "w", fake / "out")
     return table.study.Pieces(one, limit, "", "", keep=False, pace={})
 
-  assert make(0, 500).may_begin(run)  # no limit
-  assert make(305, 0).may_begin(run)  # nothing is known of how long a run takes
-  assert make(305, 200).may_begin(run)
+  assert make(0, 500).may_begin(run, 0)  # no limit
+  assert make(305, 0).may_begin(run, 0)  # nothing is known of how long a run takes
+  assert make(305, 200).may_begin(run, 0)
   late = make(305, 200)
   late.until -= 150
-  assert not late.may_begin(run)
+  assert not late.may_begin(run, 0)
   late.left([run])
   said = capsys.readouterr().out
   assert "not begun: top2_seed-0; 150 s are left and top2_seed-0 takes about 200 s" in said
-  late.pace[table.study._size(run)] = 100 / 3  # fewer runs share the GPU now
-  assert late.may_begin(run)
-  assert make(305, 9000).may_begin(run)  # ends within no call: it is cut, and goes on
+  late.pace[table.study._size(run)] = 100 / 3, 1  # of a run beside one other
+  assert late.may_begin(run, 1)
+  assert not late.may_begin(run, 3)  # twice as many would share the GPU
+  assert make(305, 9000).may_begin(run, 0)  # ends within no call: it is cut, and goes on
 
 
 def test_all_studies_in_one_call(fake, monkeypatch, capsys):

@@ -365,7 +365,7 @@ def train(many: Sequence[Asked], values: Mapping[str, Any], command: str) -> Non
   scale, limit = values["scale"], values["limit_seconds"]
   limit = (CPU_LIMIT if scale == "cpu" else 0.0) if limit < 0 else limit
   watches: dict[str, Pieces] = {}
-  pace: dict[Any, float] = {}
+  pace: dict[Any, tuple[float, int]] = {}
   for one in many:
     if one.runs:
       prepare_workdir(one.out / "runs")
@@ -483,7 +483,7 @@ class Pieces(sweep.Watch):
     command, commit: noted with every result.
     keep: checkpoints of runs that are done stay.
     pace: size of a run (`_size`) -> seconds of an optimizer step in the run of this call that ended
-      last, its start included; the studies of a call share it.
+      last, its start included, and how many others trained then; the studies of a call share it.
   """
 
   def __init__(
@@ -494,7 +494,7 @@ class Pieces(sweep.Watch):
     commit: str,
     *,
     keep: bool,
-    pace: dict[Any, float],
+    pace: dict[Any, tuple[float, int]],
   ):
     self.one, self.keep, self.pace = one, keep, pace
     self.command, self.commit = command, commit
@@ -506,18 +506,22 @@ class Pieces(sweep.Watch):
     alike = (r.get("seconds", 0.0) / steps for r in one.known if r.get("steps") == steps)
     self._earlier = max(alike, default=0.0)
 
-  def may_begin(self, run: sweep.Run) -> bool:
+  def may_begin(self, run: sweep.Run, others: int) -> bool:
     """Whether the run ends before the limit at the pace of the run of its size that ended last.
 
     A run that is too long for any call begins while more than half of the call is left.
     """
-    remaining, expected = self.until - time.monotonic(), self._expected(run)
+    remaining, expected = self.until - time.monotonic(), self._expected(run, others)
     return expected <= remaining or (expected > self.whole and remaining > self.whole / 2)
 
-  def _expected(self, run: sweep.Run) -> float:
-    """Seconds until the run, and those beside it, would end if they began now."""
-    step = self.pace.get(_size(run)) or self._earlier
-    expected = step * run.config.train.steps * len(run.all)
+  def _expected(self, run: sweep.Run, others: int) -> float:
+    """Seconds until the run, and those beside it, would end if they began now.
+
+    More others than the run had whose pace is known make it slower in proportion.
+    """
+    step, then = self.pace.get(_size(run), (self._earlier, others))
+    slower = max(1.0, (others + 1) / (then + 1))
+    expected = step * slower * run.config.train.steps * len(run.all)
     record = read_run(run.folder)
     if record.step and record.steps:  # goes on from a checkpoint
       expected *= 1 - record.step / record.steps
@@ -530,20 +534,21 @@ class Pieces(sweep.Watch):
     remaining = max(self.until - time.monotonic(), 0)
     say(
       f"{self.one.plan.study}: not begun: {some}; {remaining:.0f} s are left and "
-      f"{names[0]} takes about {self._expected(runs[0]):.0f} s"
+      f"{names[0]} takes about {self._expected(runs[0], 0):.0f} s"
     )
 
-  def ended(self, run: sweep.Run, seconds: float) -> None:
+  def ended(self, run: sweep.Run, seconds: float, others: int) -> None:
     """Writes the results of a process, unless it was only cut off."""
     for one in run.all:
-      self._ended(one, seconds / len(run.all))
+      self._ended(one, seconds / len(run.all), others)
 
-  def _ended(self, run: sweep.Run, seconds: float) -> None:
+  def _ended(self, run: sweep.Run, seconds: float, others: int) -> None:
     """Writes a run's result, unless it was only cut off.
 
     Args:
       run: one run of a process.
       seconds: its share of the process's wall time.
+      others: processes that train on.
     """
     record = read_run(run.folder)
     if not record.done and record.ended.get("code") in _CUT:
@@ -559,7 +564,8 @@ class Pieces(sweep.Watch):
     except OSError as error:
       raise StorageError(f"{self.file} cannot be written: {error.strerror}") from None
     if record.done:
-      self.pace[_size(run)] = seconds / run.config.train.steps
+      if len(record.card.get("starts", [])) <= 1:  # a run that went on made only some of its steps
+        self.pace[_size(run)] = seconds / run.config.train.steps, others
       if not self.keep:
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
 
@@ -581,18 +587,20 @@ class _Watches(sweep.Watch):
     self.of = of
     self.until = min(watch.until for watch in of.values())
 
-  def may_begin(self, run: sweep.Run) -> bool:
-    return self.of[run.folder].may_begin(run)
+  def may_begin(self, run: sweep.Run, others: int) -> bool:
+    return self.of[run.folder].may_begin(run, others)
 
   def left(self, runs: Sequence[sweep.Run]) -> None:
     for watch in dict.fromkeys(self.of[run.folder] for run in runs):
       watch.left([run for run in runs if self.of[run.folder] is watch])
 
-  def ended(self, run: sweep.Run, seconds: float) -> None:
+  def ended(self, run: sweep.Run, seconds: float, others: int) -> None:
     for watch in dict.fromkeys(self.of[one.folder] for one in run.all):
       own = [one for one in run.all if self.of[one.folder] is watch]
       watch.ended(
-        dataclasses.replace(own[0], beside=tuple(own[1:])), seconds * len(own) / len(run.all)
+        dataclasses.replace(own[0], beside=tuple(own[1:])),
+        seconds * len(own) / len(run.all),
+        others,
       )
 
 

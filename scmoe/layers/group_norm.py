@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-GROUP = 16  # channels of a group, or the largest divisor of C that divides it
+GROUP = 16  # channels of a group; where it does not divide C, the greatest common divisor of both
 
 
 class GroupNormGelu(nnx.Module):
@@ -73,7 +73,8 @@ def _activated_bwd(groups, eps, kept, bar):
   x_bar = normalised_bar * scale - spread(offset_BG) - unit * spread(along_BG)
   pixels = x.shape[1] * x.shape[2]
   scale_bar, bias_bar = along_BC.sum(0) * pixels, offset_BC.sum(0) * pixels
-  return (x_bar * spread(inverse_BG)).astype(x.dtype), scale_bar.astype(scale.dtype), bias_bar
+  x_bar = (x_bar * spread(inverse_BG)).astype(x.dtype)
+  return x_bar, scale_bar.astype(scale.dtype), bias_bar.astype(bias.dtype)
 
 
 def _before_gelu(x, mean_BG, inverse_BG, scale, bias, bar) -> tuple[Array, Array]:

@@ -7,6 +7,7 @@ adapters (`scmoe.models.low_rank`) treat such matrices one by one.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -30,8 +31,10 @@ MATRICES: dict[str, Sides] = {
   "down": _PLAIN,
 }
 HOLDERS = ("attention", "mlp", "experts")  # modules with matrices
-# A convolution's kernel [rows, columns, in, out] is one matrix from all it sees to its outputs.
-_KERNEL, _CONVOLUTION = "kernel", ((-4, -3, -2), (-1,))
+# The kernel [rows, columns, in, out] of a stem's convolution is one matrix with rows · columns · in
+# rows: the numbers that one output reads.
+_KERNEL = re.compile(r"(^|/)convolutions/\d+/kernel$")
+_KERNEL_SIDES: Sides = ((-4, -3, -2), (-1,))
 
 
 def holder_and_sides(path: tuple[Any, ...], ndim: int) -> tuple[str, Sides] | None:
@@ -49,11 +52,11 @@ def holder_and_sides(path: tuple[Any, ...], ndim: int) -> tuple[str, Sides] | No
 
 
 def kernel_sides(path: tuple[Any, ...], ndim: int) -> Sides | None:
-  """The sides of the kernel of a vision model's convolution; None for another parameter.
+  """The sides of a kernel of a vision model's stem; None for any other parameter.
 
   Args:
     path: of the parameter, as `jax.tree_util` gives it.
     ndim: number of its dimensions.
   """
-  name = jax.tree_util.keystr(path[-1:], simple=True)
-  return _CONVOLUTION if name == _KERNEL and ndim == 4 else None
+  name = jax.tree_util.keystr(path, simple=True, separator="/")
+  return _KERNEL_SIDES if ndim == 4 and _KERNEL.search(name) else None

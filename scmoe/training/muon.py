@@ -1,10 +1,10 @@
 """Muon: the update of a matrix is its Nesterov momentum, made nearly orthogonal and scaled.
 
 A parameter's name and its module's say whether it is a matrix (`scmoe.models.matrices`). A
-parameter of 12 stacked layers with 8 experts each is 96 matrices, the kernel of a convolution
-[3, 3, in, out] is one of 9 · in rows. The iteration that makes them
-orthogonal is optax's. Adam updates the rest, such as embeddings, the head, routers, norms, biases,
-and parameters of a user's modules with other names.
+parameter of 12 stacked layers with 8 experts each is 96 matrices; the kernel [3, 3, in, out] of a
+stem's convolution is one matrix with 9 · in rows. The iteration that makes them orthogonal is
+optax's. Adam updates the rest, such as embeddings, the head, routers, norms, biases, and parameters
+of a user's modules with other names.
 
 Sources: K. Jordan et al., Muon (2024); the scale is that of J. Liu et al., "Muon is Scalable for
 LLM Training" (arXiv 2502.16982), under which the learning rate and weight decay of AdamW fit.

@@ -246,8 +246,8 @@ class OptimizerConfig(Options, path="optimizer"):
 
   name: str = option(
     "adamw",
-    "adamw; or muon: the matrices of attention, MLPs and experts, and the kernels of convolutions, "
-    "by Muon, all else by AdamW, both with the same learning rate and weight decay",
+    "adamw; or muon: the matrices of attention, MLPs and experts, and the kernels of a stem's "
+    "convolutions, by Muon, all else by AdamW, both with the same learning rate and weight decay",
     choices=("adamw", "muon"),
   )
   learning_rate: float = option(3e-4, "peak learning rate", minimum=0)

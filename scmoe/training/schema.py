@@ -13,6 +13,9 @@ next checkpoint is of the present schema.
 | overlap.barriers                             | overlap.order                                  |
 | overlap.gradients                            | gone: summed over devices once a step          |
 | overlap.command_buffers = True, False        | overlap.command_buffers = on, auto             |
+
+In runs with Muon before 0.2.0 AdamW updated the kernels of a stem's convolutions. Their first
+moment becomes Muon's momentum, and their second is not read.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ from scmoe.models.vision.options import VisionConfig
 SCHEMA = 2
 _EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
 _GONE = ("router.skewed",)
+_OF_KERNEL = re.compile(
+  r"(.*\binner_states\.)other(\.inner_state\.)(mu|nu)(\..*\bconvolutions\.\d+\.kernel)"
+)
 _MOST_BLOCKS = 1024  # a larger `model.moe_every` is unusable: a damaged file may hold any number
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 # Fields that later versions added, by the names with which they were added, and the value that
@@ -168,13 +174,28 @@ def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
       f"1 to {SCHEMA}; use the version that wrote it, or a later one"
     )
   if schema == SCHEMA:
-    return meta | {"config": with_present_names(_completed(config))[0]}
+    config = with_present_names(_completed(config))[0]
+    leaves = _kernels_of_muon(meta["leaves"]) if "leaves" in meta else {}
+    return meta | {"config": config} | ({"leaves": leaves} if leaves else {})
   leaves = {}
   for name, leaf in meta["leaves"].items():
     if name not in _GONE:
       leaves[_EXPERTS.sub("experts.", name)] = leaf | {"stored_as": name}
   config = _completed(_of_schema_2(config))
   return meta | {"leaves": leaves, "config": with_present_names(config)[0]}
+
+
+def _kernels_of_muon(leaves: dict[str, Any]) -> dict[str, Any]:
+  """The leaves with AdamW's first moment of a stem's kernels as the momentum that Muon reads."""
+  found = {}
+  for name, leaf in leaves.items():
+    old = _OF_KERNEL.fullmatch(name)
+    if old is None:
+      found[name] = leaf
+    elif old[3] == "mu":
+      stored = leaf.get("stored_as", name)
+      found[f"{old[1]}matrix{old[2]}mu{old[4]}"] = leaf | {"stored_as": stored}
+  return found
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:

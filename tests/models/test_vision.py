@@ -19,6 +19,7 @@ from scmoe.layers.grid_attention import GridAttention, ValueConvolution
 from scmoe.layers.group_norm import GroupNormGelu
 from scmoe.layers.window_attention import WindowAttention
 from scmoe.models.config import ModelConfig
+from scmoe.models.flops import forward_flops
 from scmoe.models.gradient_sums import accumulate
 from scmoe.models.vision.augment import AugmentConfig, augmented, partner_part, soft_labels
 from scmoe.models.vision.model import VisionModel
@@ -83,7 +84,7 @@ def windowed(x, p, side, window, shift):
 
 # A window of 4 is the whole grid, which needs no windows.
 @pytest.mark.parametrize(
-  ("window", "shifted", "kernel"), [(2, False, 0), (2, True, 0), (2, True, 3), (4, False, 3)]
+  ("window", "shifted", "kernel"), [(2, False, 0), (2, True, 0), (2, True, 3), (4, False, 5)]
 )
 def test_attention_over_a_grid_and_its_gradient_are_the_oracles(window, shifted, kernel):
   side = 4
@@ -130,6 +131,16 @@ def test_heads_of_queries_that_share_values_share_their_convolution():
     want = neighbourhoods(own, taps, 4)
     for head in range(4):
       np.testing.assert_allclose(image[:, head], want[:, head // 2], atol=1e-6)
+
+
+def test_the_convolution_of_values_counts_among_an_attentions_flops():
+  """Nine products and sums for each of the 8 channels, in each of four blocks."""
+  vision = VisionConfig(size=4, patch=2)
+  plain = ModelConfig(architecture="vit", vision=vision, wiring="dense", num_layers=4, **SIZES)
+  local = dataclasses.replace(plain, vision=dataclasses.replace(vision, value_convolution=3))
+  with_it, without = (forward_flops(model.resolve(), 0) for model in (local, plain))
+  assert with_it.attention - without.attention == 4 * 2 * 9 * 8
+  assert dataclasses.replace(with_it, attention=0) == dataclasses.replace(without, attention=0)
 
 
 def normalised(x, p):
@@ -194,8 +205,8 @@ def test_a_vit_and_its_gradient_are_the_oracles():
 
 
 def group_normalised(x, p):
-  """An image [S, S, C] whose channels stand in groups of 16, or of 8 where there are only 8."""
-  groups = np.split(x, max(x.shape[-1] // 16, 1), -1)
+  """An image [S, S, C] in groups of 16 channels, or of 8 where C is no multiple of 16."""
+  groups = np.split(x, x.shape[-1] // (8 if x.shape[-1] % 16 else 16), -1)
   unit = [(g - g.mean()) / np.sqrt(g.var() + 1e-5) for g in groups]
   return np.concatenate(unit, -1) * p["scale"] + p["bias"]
 
@@ -213,18 +224,26 @@ def convolved(x, p, stride, norm="layer"):
   return gelu(NORMS[norm](y, p["norm"]))
 
 
-@pytest.mark.parametrize(("each", "norm"), [(1, "layer"), (2, "layer"), (2, "group")])
-def test_a_stem_of_convolutions_and_its_gradient_are_the_oracles(each, norm):
-  """Two halvings leave 2 x 2 tokens of an 8 x 8 image; the channels are 3, 16 and 32."""
+@pytest.mark.parametrize(
+  ("each", "norm", "width"),
+  [(1, "layer", 32), (2, "layer", 32), (2, "group", 32), (1, "group", 48)],
+)
+def test_a_stem_of_convolutions_and_its_gradient_are_the_oracles(each, norm, width):
+  """Two halvings leave 2 x 2 tokens of an 8 x 8 image; the channels are 3, width / 2 and width."""
   vision = VisionConfig(size=8, patch=4, stem="conv", stem_convolutions=each, stem_norm=norm)
-  config = ModelConfig(architecture="vit", vision=vision, wiring="dense", **(SIZES | {"width": 32}))
+  config = ModelConfig(
+    architecture="vit", vision=vision, wiring="dense", **(SIZES | {"width": width})
+  )
   (stage,) = stages_of(config)
+  half = width // 2
   assert [tuple(step) for step in convolutions(stage)] == (
-    [(3, 16, 2), (16, 32, 2)] if each == 1 else [(3, 16, 1), (16, 16, 2), (16, 32, 1), (32, 32, 2)]
+    [(3, half, 2), (half, width, 2)]
+    if each == 1
+    else [(3, half, 1), (half, half, 2), (half, width, 1), (width, width, 2)]
   )
   graph, params = drawn(lambda: Stem(stage, positions=True, rngs=nnx.Rngs(params=0)))
   numbers = np.random.default_rng(3)
-  images, weight = numbers.normal(size=(2, 8, 8, 3)), numbers.normal(size=(2, 4, 32))
+  images, weight = numbers.normal(size=(2, 8, 8, 3)), numbers.normal(size=(2, 4, width))
   plain = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(params))
 
   def oracle(p):
@@ -244,17 +263,24 @@ def test_a_stem_of_convolutions_and_its_gradient_are_the_oracles(each, norm):
   assert got == pytest.approx((at(1e-5) - at(-1e-5)) / 2e-5, rel=1e-4)
 
 
-def test_a_group_norm_of_16_bit_pixels_keeps_them_in_16_bits():
-  """Its gradient is that of the plain formula in float32, and no float32 copy is kept."""
+@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+def test_a_group_norm_of_16_bit_pixels_keeps_them_in_16_bits(held):
+  """Its gradient is that of the plain formula in float32, and no float32 copy is kept.
+
+  Args:
+    held: type of scale and bias, and so of their gradients.
+  """
   numbers = np.random.default_rng(4)
   x, bar = (jnp.asarray(numbers.normal(1.0, 2.0, (2, 4, 4, 32)), jnp.bfloat16) for _ in "ab")
   graph, params = drawn(lambda: GroupNormGelu(32, 1e-5))
+  params = jax.tree.map(lambda p: p.astype(held), params)
 
   def plain(p, x):
     grouped = x.astype(jnp.float32).reshape(2, 16, 2, 16)
     mean, var = grouped.mean((1, 3), keepdims=True), grouped.var((1, 3), keepdims=True)
     unit = ((grouped - mean) / jnp.sqrt(var + 1e-5)).reshape(x.shape)
-    return jax.nn.gelu(unit * p["scale"] + p["bias"]).astype(x.dtype)
+    wide = {name: value.astype(jnp.float32) for name, value in p.items()}
+    return jax.nn.gelu(unit * wide["scale"] + wide["bias"]).astype(x.dtype)
 
   (got, back), (want, plain_back) = (
     jax.vjp(run, tree, x)

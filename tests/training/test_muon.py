@@ -120,10 +120,10 @@ def test_an_update_is_that_of_each_matrix_by_itself(small, monkeypatch):
 
 
 def test_a_convolution_is_one_matrix_from_all_that_it_sees():
-  """A kernel [3, 3, 4, 5] has 36 rows; a parameter of that name with other dimensions is none."""
+  """A stem's kernel [3, 3, 4, 5] has 36 rows; experts of a user's own with that name are none."""
   tx = muon.muon_or(optax.scale(1.0), beta=BETA, rms=RMS)
   numbers = np.random.default_rng(0)
-  shapes = {"convolutions": {0: {"kernel": (3, 3, 4, 5)}}, "table": {"kernel": (6, 4)}}
+  shapes = {"convolutions": {0: {"kernel": (3, 3, 4, 5)}}, "experts": {"kernel": (2, 4, 8, 16)}}
   draw = lambda: jax.tree.map(
     lambda shape: jnp.asarray(numbers.normal(size=shape), jnp.float32),
     shapes,
@@ -136,7 +136,7 @@ def test_a_convolution_is_one_matrix_from_all_that_it_sees():
     updates, state = tx.update(g, state)
     got = updates["convolutions"][0]["kernel"]
     np.testing.assert_allclose(got.reshape(36, 5), wanted, atol=2e-4)
-    np.testing.assert_array_equal(updates["table"]["kernel"], g["table"]["kernel"])
+    np.testing.assert_array_equal(updates["experts"]["kernel"], g["experts"]["kernel"])
 
 
 @pytest.mark.parametrize("axes", [(2, 2, 2), night((1, 8, 1))], ids=str)

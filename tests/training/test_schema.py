@@ -1,6 +1,7 @@
 """Runs of earlier versions go on: names are translated, numbers are those of then."""
 
 import copy
+import dataclasses
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from scmoe.base.errors import CheckpointError, ConfigError
 from scmoe.blocks.schedule import make_schedule
 from scmoe.run import build
 from scmoe.run.config import from_dict, from_json, to_dict
+from scmoe.run.config_files import find_config, load_config
 from scmoe.run.fields import with_field
 from scmoe.train import train
 from scmoe.training import description
@@ -242,3 +244,27 @@ def test_slots_were_numbers_of_operations(wiring, blocks, names):
 def test_what_is_no_configuration_is_still_one_error(text):
   with pytest.raises(ConfigError, match="config JSON: "):
     from_json(text)
+
+
+def test_a_stems_kernels_that_adamw_updated_go_on_with_muon():
+  """Runs with Muon before 0.2.0: AdamW's first moment is read as momentum, the second is not."""
+  run = load_config(find_config("shapes_vit"), "smoke")
+  vision = dataclasses.replace(run.model.vision, stem="conv")
+  run = dataclasses.replace(
+    run,
+    model=dataclasses.replace(run.model, vision=vision),
+    optimizer=dataclasses.replace(run.optimizer, name="muon"),
+  )
+  built = build.build(run.resolve(num_devices=1, vocab_size=0), jax.devices()[:1])
+  state = jax.eval_shape(built.optimizer.tx.init, built.shapes)
+  names = set(description.flatten({"opt_state": state}))
+  place = ".matrix.inner_state.mu.embedding.convolutions."
+  kernels = {name for name in names if place in name}
+  assert len(kernels) == 2
+  moved = {name.replace(".matrix.", ".other."): name for name in kernels}
+  older = {name: {"dtype": "float32"} for name in names - kernels}
+  older |= {name: {"dtype": "float32"} for name in moved}
+  older |= {name.replace(".mu.", ".nu."): {"dtype": "float32"} for name in moved}
+  leaves = upgraded({"schema": 2, "leaves": older})["leaves"]
+  assert set(leaves) == names
+  assert {leaves[name]["stored_as"]: name for name in kernels} == moved

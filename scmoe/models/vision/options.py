@@ -37,7 +37,8 @@ class VisionConfig(Options, path="model.vision"):
   stem_norm: str = option(
     "layer",
     "stem=conv: norm after each convolution: layer (over a pixel's channels), or group (over an "
-    "image's pixels and 16 channels, arXiv 1803.08494)",
+    "image's pixels and 16 channels, or the greatest common divisor of 16 and their number; arXiv "
+    "1803.08494)",
     choices=STEM_NORMS,
   )
   value_convolution: int = option(

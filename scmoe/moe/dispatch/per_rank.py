@@ -3,8 +3,8 @@
 `Dropless` sends a row for each choice. With K = 8 choices on W = 2 ranks, a token has about four on
 each rank, so the same row travels to each four times, and four outputs come back. Here a row
 travels once to each rank, as with DeepEP (deepseek-ai/DeepEP) and Megatron-LM's
-`--moe-token-dispatcher-type flex`. Beside it travel the numbers of the experts there that the token
-chose, and the weights of these choices; those of all chunks arrive before the first rows leave. The
+`--moe-token-dispatcher-type flex`. Before the first rows, in one exchange for all chunks, travel
+the numbers of the experts there that each token chose, and the weights of these choices. The
 receiving rank computes as `Local` does: its experts gather the rows, weigh the outputs and add up
 those of each row. One row for each that came goes back, and the token's device adds up at most W of
 them.

@@ -279,26 +279,20 @@ class Watch:
 
   until = math.inf
 
-  def may_begin(self, run: Run, others: int) -> bool:
-    """Whether a run is to begin now; one that may not is asked for again when another has ended.
-
-    Args:
-      run: the next one.
-      others: number of processes that train now.
-    """
-    del run, others
+  def may_begin(self, run: Run) -> bool:
+    """Whether a run is to begin now; one that may not is asked for again when another has ended."""
+    del run
     return True
 
   def left(self, runs: Sequence[Run]) -> None:
     """Called at the end with the runs that never began, if any; they are left for another call."""
 
-  def ended(self, run: Run, seconds: float, others: int) -> None:
+  def ended(self, run: Run, seconds: float) -> None:
     """Called when the process of a run, and of those beside it, has ended.
 
     Args:
       run: the first of them.
       seconds: wall time of the process.
-      others: number of processes that train on.
     """
 
 
@@ -330,7 +324,7 @@ def train_all(
         stop.end_all()
       while waiting and free and not stop.requested:
         run = waiting.pop(0)
-        if not watch.may_begin(run, len(training)):
+        if not watch.may_begin(run):
           put_off.append(run)
           continue
         number = len(runs) - len(waiting) - len(put_off)
@@ -341,9 +335,9 @@ def train_all(
         ended.note_end()
         training.remove(ended)
         free.append(ended.environment)
-        watch.ended(ended.run, time.monotonic() - ended.began, len(training))
+        watch.ended(ended.run, time.monotonic() - ended.began)
         if not late:
-          # With fewer runs on a GPU each is faster: one that would have ended late may end in time.
+          # With fewer runs on a GPU each is faster: what was put off may end in time now.
           waiting, put_off = [*put_off, *waiting], []
       time.sleep(POLL_SECONDS)
   if stop.requested:

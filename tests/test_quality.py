@@ -223,19 +223,28 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
     one = table.study.Asked(plan, known, set(), fake / "w", fake / "out")
     return table.study.Pieces(one, limit, "", "", keep=False, pace={})
 
-  assert make(0, 500).may_begin(run, 0)  # no limit
-  assert make(305, 0).may_begin(run, 0)  # nothing is known of how long a run takes
-  assert make(305, 200).may_begin(run, 0)
+  assert make(0, 500).may_begin(run)  # no limit
+  assert make(305, 0).may_begin(run)  # nothing is known of how long a run takes
+  assert make(305, 200).may_begin(run)
   late = make(305, 200)
   late.until -= 150
-  assert not late.may_begin(run, 0)
+  assert not late.may_begin(run)
   late.left([run])
   said = capsys.readouterr().out
   assert "not begun: top2_seed-0; 150 s are left and top2_seed-0 takes about 200 s" in said
-  late.pace[table.study._size(run)] = 100 / 3, 1  # of a run beside one other
-  assert late.may_begin(run, 1)
-  assert not late.may_begin(run, 3)  # twice as many would share the GPU
-  assert make(305, 9000).may_begin(run, 0)  # ends within no call: it is cut, and goes on
+  folder.mkdir(parents=True)
+  (fake / "out/runs").mkdir(parents=True)
+  lines = [{"step": 3, "kind": "eval", "loss": 2.0}, {"step": 3, "kind": "end"}]
+  (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+  late.one.runs[folder] = "top2", 0
+  starts = {"starts": [{}, {}]}
+  (folder / "card.json").write_text(json.dumps(starts))
+  late.ended(run, 1.0)
+  assert not late.may_begin(run), "a run that went on trained only some of its steps in that time"
+  (folder / "card.json").write_text(json.dumps({"starts": [{}]}))
+  late.ended(run, 100.0)
+  assert late.may_begin(run), "the run that ended last was faster than those before"
+  assert make(305, 9000).may_begin(run)  # ends within no call: it is cut, and goes on
 
 
 def test_all_studies_in_one_call(fake, monkeypatch, capsys):

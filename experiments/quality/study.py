@@ -13,9 +13,8 @@ and on a GPU it can be slower (experiments/seeds).
 Runs whose result lies in results/runs/ are not trained again. A run begins if, at the pace of the
 run of its size that ended last, it ends before the limit; it is asked for again whenever another
 ends. What the limit cuts off saves, and goes on from there if the same command finds its folder
-again. The first call at a scale registers the plan,
-with the fields of the configuration that it was given, in results/plan-SCALE.json; later calls
-follow that file.
+again. The first call at a scale registers the plan, with the fields of the configuration that it
+was given, in results/plan-SCALE.json; later calls follow that file, wherever their data lie.
 """
 
 from __future__ import annotations
@@ -215,7 +214,7 @@ def variant_run(plan: Plan, variant: str, seed: int) -> RunConfig:
 
 
 def with_data_at(run: RunConfig, path: str) -> RunConfig:
-  """The run with its data in another folder than the plan names; "": in that one."""
+  """The run with its data in the folder `path`; in the plan's if `path` is empty."""
   return dataclasses.replace(run, data=dataclasses.replace(run.data, path=path or run.data.path))
 
 
@@ -264,7 +263,7 @@ class Asked:
     wanted: the variants that this call trains.
     workdir: folder of the runs' folders.
     out: folder for plan and results.
-    data_path: where the data are on this machine; "": where the plan says.
+    data_path: folder of the data on this machine; "": the plan's.
 
   Attributes:
     runs: folder -> (variant, seed) of the runs to train, by seed.
@@ -365,7 +364,7 @@ def train(many: Sequence[Asked], values: Mapping[str, Any], command: str) -> Non
   scale, limit = values["scale"], values["limit_seconds"]
   limit = (CPU_LIMIT if scale == "cpu" else 0.0) if limit < 0 else limit
   watches: dict[str, Pieces] = {}
-  pace: dict[Any, tuple[float, int]] = {}
+  pace: dict[Any, float] = {}
   for one in many:
     if one.runs:
       prepare_workdir(one.out / "runs")
@@ -438,9 +437,7 @@ def registered(
   if found is None:
     return dataclasses.replace(plan, config=as_written(design.folder.parent, scale, plan.config))
   stored = read_plan(found)
-  # Each machine has its data elsewhere; that they are the same data, `of_one_text` checks.
-  there = with_data_at(from_dict(plan.config), from_dict(stored.config).data.path)
-  same = not given or from_dict(stored.config) == there
+  same = not given or _wherever(stored.config) == _wherever(plan.config)
   if not same or dataclasses.replace(plan, config=stored.config) != stored:
     raise ConfigError(
       f"{found} registers another plan; give the options that it was registered with, or make a "
@@ -456,9 +453,18 @@ def as_written(folder: Path, scale: str, config: dict[str, Any]) -> dict[str, An
   between two registrations stands in the later one only, with its default: it changes no run, and
   must not change the digest.
   """
-  run = from_dict(config)
+  run = _wherever(config)
   plans = (read_plan(path) for path in sorted(folder.glob(f"*/results/plan-{scale}.json")))
-  return next((plan.config for plan in plans if from_dict(plan.config) == run), config)
+  return next((plan.config for plan in plans if _wherever(plan.config) == run), config)
+
+
+def _wherever(config: dict[str, Any]) -> RunConfig:
+  """A plan's configuration without the folder of its data, which is each machine's own.
+
+  That two machines have the same data, `of_one_text` checks.
+  """
+  run = from_dict(config)
+  return dataclasses.replace(run, data=dataclasses.replace(run.data, path=""))
 
 
 def _variants(plan: Plan, text: str) -> set[str]:
@@ -483,7 +489,7 @@ class Pieces(sweep.Watch):
     command, commit: noted with every result.
     keep: checkpoints of runs that are done stay.
     pace: size of a run (`_size`) -> seconds of an optimizer step in the run of this call that ended
-      last, its start included, and how many others trained then; the studies of a call share it.
+      last, its start included; the studies of a call share it.
   """
 
   def __init__(
@@ -494,7 +500,7 @@ class Pieces(sweep.Watch):
     commit: str,
     *,
     keep: bool,
-    pace: dict[Any, tuple[float, int]],
+    pace: dict[Any, float],
   ):
     self.one, self.keep, self.pace = one, keep, pace
     self.command, self.commit = command, commit
@@ -506,22 +512,19 @@ class Pieces(sweep.Watch):
     alike = (r.get("seconds", 0.0) / steps for r in one.known if r.get("steps") == steps)
     self._earlier = max(alike, default=0.0)
 
-  def may_begin(self, run: sweep.Run, others: int) -> bool:
+  def may_begin(self, run: sweep.Run) -> bool:
     """Whether the run ends before the limit at the pace of the run of its size that ended last.
 
-    A run that is too long for any call begins while more than half of the call is left.
+    While none of this call has ended, the slowest of earlier calls gives the pace. A run that is
+    too long for any call begins while more than half of the call is left.
     """
-    remaining, expected = self.until - time.monotonic(), self._expected(run, others)
+    remaining, expected = self.until - time.monotonic(), self._expected(run)
     return expected <= remaining or (expected > self.whole and remaining > self.whole / 2)
 
-  def _expected(self, run: sweep.Run, others: int) -> float:
-    """Seconds until the run, and those beside it, would end if they began now.
-
-    More others than the run had whose pace is known make it slower in proportion.
-    """
-    step, then = self.pace.get(_size(run), (self._earlier, others))
-    slower = max(1.0, (others + 1) / (then + 1))
-    expected = step * slower * run.config.train.steps * len(run.all)
+  def _expected(self, run: sweep.Run) -> float:
+    """Seconds until the run, and the other seeds of its process, would end if they began now."""
+    step = self.pace.get(_size(run)) or self._earlier
+    expected = step * run.config.train.steps * len(run.all)
     record = read_run(run.folder)
     if record.step and record.steps:  # goes on from a checkpoint
       expected *= 1 - record.step / record.steps
@@ -534,21 +537,20 @@ class Pieces(sweep.Watch):
     remaining = max(self.until - time.monotonic(), 0)
     say(
       f"{self.one.plan.study}: not begun: {some}; {remaining:.0f} s are left and "
-      f"{names[0]} takes about {self._expected(runs[0], 0):.0f} s"
+      f"{names[0]} takes about {self._expected(runs[0]):.0f} s"
     )
 
-  def ended(self, run: sweep.Run, seconds: float, others: int) -> None:
+  def ended(self, run: sweep.Run, seconds: float) -> None:
     """Writes the results of a process, unless it was only cut off."""
     for one in run.all:
-      self._ended(one, seconds / len(run.all), others)
+      self._ended(one, seconds / len(run.all))
 
-  def _ended(self, run: sweep.Run, seconds: float, others: int) -> None:
+  def _ended(self, run: sweep.Run, seconds: float) -> None:
     """Writes a run's result, unless it was only cut off.
 
     Args:
       run: one run of a process.
       seconds: its share of the process's wall time.
-      others: processes that train on.
     """
     record = read_run(run.folder)
     if not record.done and record.ended.get("code") in _CUT:
@@ -565,7 +567,7 @@ class Pieces(sweep.Watch):
       raise StorageError(f"{self.file} cannot be written: {error.strerror}") from None
     if record.done:
       if len(record.card.get("starts", [])) <= 1:  # a run that went on made only some of its steps
-        self.pace[_size(run)] = seconds / run.config.train.steps, others
+        self.pace[_size(run)] = seconds / run.config.train.steps
       if not self.keep:
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
 
@@ -587,20 +589,19 @@ class _Watches(sweep.Watch):
     self.of = of
     self.until = min(watch.until for watch in of.values())
 
-  def may_begin(self, run: sweep.Run, others: int) -> bool:
-    return self.of[run.folder].may_begin(run, others)
+  def may_begin(self, run: sweep.Run) -> bool:
+    return self.of[run.folder].may_begin(run)
 
   def left(self, runs: Sequence[sweep.Run]) -> None:
     for watch in dict.fromkeys(self.of[run.folder] for run in runs):
       watch.left([run for run in runs if self.of[run.folder] is watch])
 
-  def ended(self, run: sweep.Run, seconds: float, others: int) -> None:
+  def ended(self, run: sweep.Run, seconds: float) -> None:
     for watch in dict.fromkeys(self.of[one.folder] for one in run.all):
       own = [one for one in run.all if self.of[one.folder] is watch]
       watch.ended(
         dataclasses.replace(own[0], beside=tuple(own[1:])),
         seconds * len(own) / len(run.all),
-        others,
       )
 
 

@@ -41,7 +41,7 @@ class ValueConvolution(nnx.Module):
     self.taps = nnx.Param(jnp.zeros(shape), axes=(None, None, "kv_heads", None))
 
   def __call__(self, v_BSKN: Float[Array, "B S K N"]) -> Float[Array, "B S H N"]:
-    """The values of the T · T places around each token, weighted; outside the grid they are zero.
+    """The weighted sum of the values at the T · T places around each token, zero outside the grid.
 
     Args:
       v_BSKN: values in the order of the grid's rows.
@@ -79,7 +79,7 @@ class GridAttention(Attention):
     *,
     begins: bool = False,
   ) -> tuple[Float[Array, "B S D"], KeyValues | None]:
-    """The sum over values, plus their convolution, and the output projection.
+    """The attention's outputs, plus the convolution of its values, through the output projection.
 
     Args:
       projected: what `project` returned, S = G·G tokens in the order of the grid's rows.

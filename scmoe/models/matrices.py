@@ -33,7 +33,7 @@ MATRICES: dict[str, Sides] = {
 HOLDERS = ("attention", "mlp", "experts")  # modules with matrices
 # The kernel [rows, columns, in, out] of a stem's convolution is one matrix with rows · columns · in
 # rows: the numbers that one output reads.
-_KERNEL = re.compile(r"(^|/)convolutions/\d+/kernel$")
+_KERNEL = re.compile(r"(^|/)embedding/convolutions/\d+/kernel$")
 _KERNEL_SIDES: Sides = ((-4, -3, -2), (-1,))
 
 

@@ -61,16 +61,16 @@ def may_overflow(run: RunConfig) -> bool:
   """Whether rows may be left over in the first round of an exchange of this run's training step.
 
   False for `dispatch.transport=per_rank` if each rank's queue has room for all tokens, whatever
-  their number is: the program then has no overflow rounds. It is not asked about exchanges without
-  rounds.
+  their number is: the program then has no overflow rounds. Callers ask only where
+  rows are exchanged in rounds.
   """
   return run.dispatch.transport != "per_rank" or _room_per_rank(run)[1] < 1
 
 
 def _room_per_rank(run: RunConfig) -> tuple[int, float]:
-  """W, and the tokens for which `per_rank` has room in each of a device's W queues, over T.
+  """W, and the room of each of a device's W queues of `per_rank`, as a multiple of T.
 
-  A room of more than 1 is one for all T.
+  A room of more than 1 is one for all T tokens.
   """
   model, expert = run.model, run.mesh.expert
   k, ranks = model.wiring_rule.routed_per_gating(model.top_k), expert

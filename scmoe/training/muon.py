@@ -29,7 +29,7 @@ from scmoe.parallel.gradients import axes_of
 from scmoe.parallel.mesh import own_share
 
 # Parameters of more elements are no part of a batch: joining them would cost a copy of gradient and
-# momentum, and their kernels are long enough.
+# momentum, and each of their GPU kernels runs longer than its launch takes.
 SMALL = 1 << 22
 
 
@@ -89,11 +89,12 @@ def muon_or(
 
 
 class _Batches:
-  """Which parameters' matrices are made orthogonal in one batch: small ones of the same shape.
+  """Which parameters' matrices are made orthogonal in one batch: those of one shape.
 
-  The iteration is a chain of about 25 kernels, and a GPU waits longer for the launch of each than
-  it computes where matrices are small. A model of eight blocks of width 256 has 18 parameters of
-  matrices, but only six shapes, since a wide matrix and a tall one are transposes of each other.
+  The iteration is a chain of about 25 GPU kernels. If matrices are small, each of them takes longer
+  to launch than to run. A model of eight blocks of width 256 has 18 parameters of matrices, but
+  only six shapes, since a wide matrix and a tall one are transposes of each other. A parameter of
+  more than `SMALL` elements is a batch of its own.
 
   Args:
     tree: parameters of matrices, or arrays like them.

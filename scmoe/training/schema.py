@@ -14,7 +14,7 @@ next checkpoint is of the present schema.
 | overlap.gradients                            | gone: summed over devices once a step          |
 | overlap.command_buffers = True, False        | overlap.command_buffers = on, auto             |
 
-In runs with Muon before 0.2.0 AdamW updated the kernels of a stem's convolutions. Their first
+Until 2026-11-28 AdamW updated the kernels of a stem's convolutions in runs with Muon. Their first
 moment becomes Muon's momentum, and their second is not read.
 """
 
@@ -40,7 +40,7 @@ SCHEMA = 2
 _EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
 _GONE = ("router.skewed",)
 _OF_KERNEL = re.compile(
-  r"(.*\binner_states\.)other(\.inner_state\.)(mu|nu)(\..*\bconvolutions\.\d+\.kernel)"
+  r"(.*\binner_states\.)other(\.inner_state\.)(mu|nu)(\.(?:.*\.)?embedding\.convolutions\.\d+\.kernel)"
 )
 _MOST_BLOCKS = 1024  # a larger `model.moe_every` is unusable: a damaged file may hold any number
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
@@ -161,8 +161,8 @@ _SECTIONS = {
 def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
   """A checkpoint's description, its leaves and configuration converted to the present schema.
 
-  From schema 1, each leaf has the name under which it is stored in `stored_as`, and leaves that are
-  read no longer are left out.
+  A leaf that was stored under another name has that name in `stored_as`; leaves that are no longer
+  read are left out.
 
   Raises:
     CheckpointError: this version does not know the schema.
@@ -190,7 +190,7 @@ def _kernels_of_muon(leaves: dict[str, Any]) -> dict[str, Any]:
   found = {}
   for name, leaf in leaves.items():
     old = _OF_KERNEL.fullmatch(name)
-    if old is None:
+    if old is None or len(leaf["shape"]) != 4:
       found[name] = leaf
     elif old[3] == "mu":
       stored = leaf.get("stored_as", name)

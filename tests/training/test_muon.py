@@ -123,7 +123,10 @@ def test_a_convolution_is_one_matrix_from_all_that_it_sees():
   """A stem's kernel [3, 3, 4, 5] has 36 rows; experts of a user's own with that name are none."""
   tx = muon.muon_or(optax.scale(1.0), beta=BETA, rms=RMS)
   numbers = np.random.default_rng(0)
-  shapes = {"convolutions": {0: {"kernel": (3, 3, 4, 5)}}, "experts": {"kernel": (2, 4, 8, 16)}}
+  shapes = {
+    "embedding": {"convolutions": {0: {"kernel": (3, 3, 4, 5)}}},
+    "experts": {"kernel": (2, 4, 8, 16), "convolutions": {0: {"kernel": (2, 4, 8, 16)}}},
+  }
   draw = lambda: jax.tree.map(
     lambda shape: jnp.asarray(numbers.normal(size=shape), jnp.float32),
     shapes,
@@ -131,12 +134,12 @@ def test_a_convolution_is_one_matrix_from_all_that_it_sees():
   )
   grads, state = [draw(), draw()], tx.init(draw())
   for g, wanted in zip(
-    grads, oracle([g["convolutions"][0]["kernel"].reshape(36, 5) for g in grads])
+    grads, oracle([g["embedding"]["convolutions"][0]["kernel"].reshape(36, 5) for g in grads])
   ):
     updates, state = tx.update(g, state)
-    got = updates["convolutions"][0]["kernel"]
+    got = updates["embedding"]["convolutions"][0]["kernel"]
     np.testing.assert_allclose(got.reshape(36, 5), wanted, atol=2e-4)
-    np.testing.assert_array_equal(updates["experts"]["kernel"], g["experts"]["kernel"])
+    jax.tree.map(np.testing.assert_array_equal, updates["experts"], g["experts"])
 
 
 @pytest.mark.parametrize("axes", [(2, 2, 2), night((1, 8, 1))], ids=str)

@@ -3,11 +3,10 @@
 `Dropless` sends a row for each choice. With K = 8 choices on W = 2 ranks, a token has about four on
 each rank, so the same row travels to each four times, and four outputs come back. Here a row
 travels once to each rank, as with DeepEP (deepseek-ai/DeepEP) and Megatron-LM's
-`--moe-token-dispatcher-type flex`. Before the first rows, in one exchange for all chunks, travel
-the numbers of the experts there that each token chose, and the weights of these choices. The
-receiving rank computes as `Local` does: its experts gather the rows, weigh the outputs and add up
-those of each row. One row for each that came goes back, and the token's device adds up at most W of
-them.
+`--moe-token-dispatcher-type flex`. One exchange before the first rows carries, for all chunks,
+which experts of the receiving rank each token chose, and with what weights. The receiving rank
+computes as `Local` does: its experts gather the rows, weigh the outputs and add up those of each
+row. One row for each that came goes back, and the token's device adds up at most W of them.
 
 The rounds are those of `Dropless`, with one place in a rank's queue for each token that has a
 choice there. A balanced router sends the share `reached_share` of a device's T tokens to a rank;
@@ -22,8 +21,8 @@ all K choices there, or one of each of the rank's E / W experts if these are few
 buffers have room for W·P·min(K, E / W) choices, used or not: for W = 2 and K = 8 twice the T·K
 choices that are expected, where `Dropless` has room for `dispatch.slack` times as many. While P = T
 the room grows as W; beyond that P shrinks, and the room approaches slack·K²·T, 80 T for K = 8, if
-the experts are many. With one expert a rank it is that of `Dropless`. The rows themselves need
-less, 2 T of them instead of 10 T for W = 2.
+the experts are many. With one expert a rank it is at most that of `Dropless`. The rows themselves
+need less, 2 T of them instead of 10 T for W = 2.
 
 Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1). Three tokens of
 rank 0 with two choices each chose the experts [2, 3], [0, 2] and [1, 0]. Rank 0's queue for itself
@@ -118,10 +117,10 @@ class PerRank(Dropless):
     """Exchanges the choices of all chunks' rows before the first chunk; see `Dropless._send`.
 
     Only the rows of later chunks wait for other values (`scmoe.parallel.collectives.waiting`).
-    Their choices must not: if they were exchanged behind these values, the dense step that is to
-    hide the rows' exchange would wait, too, until they have arrived; and if each chunk had an
-    exchange of its own that waited for nothing, XLA could place it anywhere between those of the
-    rows, which it would hold up. So all choices leave at once, where the first chunk's would, and
+    Their choices must not. If the choices waited for these values, the dense step beside the rows'
+    exchange would wait for the choices. If each chunk exchanged its choices by itself and waited
+    for nothing, XLA could place that exchange between those of rows, and delay them. So all choices
+    leave at once, where the first chunk's would, and
     the later chunks exchange rows alone. Like the first chunk's rows, they leave behind `before`.
     """
     if chunk == 0:
@@ -160,7 +159,7 @@ class PerRank(Dropless):
     return Chunk(rows_RD, window, choices), queues
 
   def _exchange_choices(self, given: _Choices) -> _Choices:
-    """The choices [W, P, K] of the rows that arrive here, for those of the rows that leave.
+    """Sends the choices of the rows that leave; returns those of the rows that arrive, [W, P, K].
 
     If `jax.checkpoint` keeps the rows that arrive, it keeps their choices too.
     """

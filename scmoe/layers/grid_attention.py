@@ -111,8 +111,10 @@ class GridAttention(Attention):
 def convolved(x_BSKN: Array, taps: Array, side: int) -> Array:
   """y[i, j] = Σ taps[r, c] · x[i + r - T//2, j + c - T//2] for every image and channel.
 
-  The sums are float32 or wider. The backward pass keeps x and the kernel alone: automatic
-  differentiation would keep a shifted copy of x for each of the T · T places.
+  The sums are float32 or wider. They are element-wise operations on shifted grids, which XLA fuses;
+  `cifar10_vit` was measured with them, and XLA's grouped convolution was not tried. The backward
+  pass keeps x and the kernel alone: automatic differentiation would keep a shifted copy of x for
+  each of the T · T places.
 
   Args:
     x_BSKN: [B, G·G, K, N], in the order of the grid's rows.

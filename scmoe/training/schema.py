@@ -174,9 +174,8 @@ def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
       f"1 to {SCHEMA}; use the version that wrote it, or a later one"
     )
   if schema == SCHEMA:
-    config = with_present_names(_completed(config))[0]
-    leaves = _kernels_of_muon(meta["leaves"]) if "leaves" in meta else {}
-    return meta | {"config": config} | ({"leaves": leaves} if leaves else {})
+    leaves = _kernels_of_muon(meta.get("leaves", {}))
+    return meta | {"leaves": leaves, "config": with_present_names(_completed(config))[0]}
   leaves = {}
   for name, leaf in meta["leaves"].items():
     if name not in _GONE:

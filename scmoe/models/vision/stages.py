@@ -8,7 +8,6 @@ from typing import Any
 from flax import nnx
 
 from scmoe.base.errors import ConfigError
-from scmoe.layers.attention import Attention
 from scmoe.layers.grid_attention import GridAttention
 from scmoe.layers.window_attention import WindowAttention
 from scmoe.models.config import ModelConfig
@@ -45,7 +44,7 @@ class StageConfig(ModelConfig):
     """Number of blocks that write to one residual stream: those of all stages."""
     return self.all_blocks
 
-  def make_attention(self, rngs: nnx.Rngs, number: int = 0) -> Attention:
+  def make_attention(self, rngs: nnx.Rngs, number: int = 0) -> GridAttention:
     """An attention over the grid or, in a Swin, its windows, which every other block shifts.
 
     Args:
@@ -54,13 +53,11 @@ class StageConfig(ModelConfig):
         windows are smaller than the grid.
     """
     config: Any = dataclasses.replace(self.attention, causal=False)  # pyright: ignore
-    kernel = self.vision.value_convolution
-    if self.window_side:
-      shape = {"side": self.side, "window": self.window_side, "shifted": number % 2 == 1}
-      return WindowAttention(config, **shape, kernel_side=kernel, rngs=rngs)
-    if kernel:
-      return GridAttention(config, side=self.side, kernel_side=kernel, rngs=rngs)
-    return Attention(config, rngs=rngs)
+    shape = {"side": self.side, "kernel_side": self.vision.value_convolution}
+    if not self.window_side:
+      return GridAttention(config, **shape, rngs=rngs)
+    windows = {"window": self.window_side, "shifted": number % 2 == 1}
+    return WindowAttention(config, **shape, **windows, rngs=rngs)
 
 
 def stages_of(config: ModelConfig) -> tuple[StageConfig, ...]:

@@ -11,10 +11,10 @@ run and in turns:
   put back     the same kernel on the way back: rows from the tiles to the senders' slots
   ragged       jax.lax.ragged_all_to_all of those rows, gathered already (not a default arm)
 
-A program has `--calls` of an arm one after the other; times are per call. In every execution of a
-program XLA's runtime prepares each of its kernels that write to other GPUs. With `--loop` the calls
-are iterations of a loop, so there is one such kernel, as for layers in a scan. The rows that arrive
-are compared with those of a loop in NumPy before anything is timed.
+A program has `--calls` of an arm one after the other; times are per call. Puts meet by mailboxes
+that are opened once in a program. With `--loop` the calls are iterations of a loop, as for layers
+in a scan. Before anything is timed, the rows that arrive are compared with those of a loop in
+NumPy, and rows that go there and back nine times, their signs changed each time, with the first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from run import write
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.kernels.grouped_matmul import make_layout
-from scmoe.kernels.put import put_rows
+from scmoe.kernels.put import meeting, put_rows
 from scmoe.kernels.put.kernel import BLOCKS
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual
 from scmoe.profiling.timer import interleave, repeated
@@ -86,18 +86,18 @@ class Problem:
     return jnp.asarray(self.sizes[rank])
 
 
-def there(x, place, slot, sizes, *, p: Problem, blocks: int):
+def there(x, place, slot, sizes, *, p: Problem, **to):
   """The rows that arrive at the experts, their slots, and how many rows are in use."""
   groups = make_layout(sizes, int(p.sizes.sum(1).max()), TILE)
-  to = {"axis": "expert", "ranks": p.ranks, "groups": groups, "blocks": blocks}
-  rows, tags = put_rows(x, place, tag_MK=slot, num_rows=p.num_rows, **to)
+  arrive = {"num_rows": p.num_rows, "groups": groups, "axis": "expert", **to}
+  rows, tags = put_rows(x, place, tag_MK=slot, **arrive)
   return rows, tags, groups.num_tiles * TILE
 
 
-def back(rows, tags, used, *, p: Problem, blocks: int):
+def back(rows, tags, used, *, p: Problem, **to):
   """The rows that come back to their slots."""
-  to = {"axis": "expert", "ranks": p.ranks, "count": used[0], "blocks": blocks}
-  return put_rows(rows, tags[:, None], num_rows=p.tokens * p.k, **to)[0]
+  arrive = {"num_rows": p.tokens * p.k, "count": used[0], "axis": "expert", **to}
+  return put_rows(rows, tags[:, None], **arrive)[0]
 
 
 def put(place, x, slot, sizes, **options):
@@ -113,12 +113,14 @@ def put_back(tags, rows, used, **options):
   return tags + jnp.minimum(jnp.abs(slots[0, 0]).astype(jnp.int32), 0)
 
 
-def all_to_all(rows):
+def all_to_all(rows, mailboxes):
+  del mailboxes
   by_rank = rows.reshape(jax.device_count(), -1, rows.shape[-1])
   return jax.lax.all_to_all(by_rank, "expert", 0, 0, tiled=True).reshape(rows.shape)
 
 
-def ragged(rows):
+def ragged(rows, mailboxes):
+  del mailboxes
   ranks = jax.device_count()
   part = rows.shape[0] // ranks
   sizes = jnp.full((ranks,), part, jnp.int32)
@@ -147,11 +149,21 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
   slots = compiled(lambda *a: back(*a, **by_puts), 3)(rows, tags, used)
   np.testing.assert_array_equal(np.asarray(slots), want)
 
+  def nine_times(x, *rest):
+    to = by_puts | {"mailboxes": meeting("expert", blocks)}
+    turned = lambda x: -back(*there(x, *rest, **to), **to)[:: p.k]
+    return jax.lax.fori_loop(0, 9, lambda _, x: turned(x), x)
+
+  turned = compiled(nine_times, 4)(x, place, slot, sizes)
+  np.testing.assert_array_equal(np.asarray(turned), -np.asarray(x))
+
   def chain(arm, first, *rest):
+    mailboxes = meeting("expert", blocks)
     if args.loop:
-      return jax.lax.fori_loop(0, args.calls, lambda _, given: arm(given, *rest), first)
+      step = lambda _, given: arm(given, *rest, mailboxes=mailboxes)
+      return jax.lax.fori_loop(0, args.calls, step, first)
     for _ in range(args.calls):
-      first = arm(first, *rest)
+      first = arm(first, *rest, mailboxes=mailboxes)
     return first
 
   packed = place_on(jnp.repeat(x, p.k, 0))

@@ -129,6 +129,11 @@ def widen(to: str, a: str) -> str:
   return f"cvt.s64.s32 {to}, {a};"
 
 
+def let_wide(to: str, value: str) -> str:
+  """to = value, of 64 bits."""
+  return f"mov.b64 {to}, {value};"
+
+
 # -- bits (and, xor, not, shl, shr, popc) and choices (setp, selp) ---------------------------------
 
 
@@ -187,6 +192,11 @@ def compare(
   kind = "u32" if unsigned else "s32"
   last = f", {and_ or or_}" if also else ""
   return f"setp.{_COMPARISONS[comparison]}{also}.{kind} {to}, {a}, {b}{last};"
+
+
+def compare_wide(to: str, a: str, comparison: str, b: str) -> str:
+  """Sets a predicate: to = (a == b), or another comparison, of numbers with 64 bits and no sign."""
+  return f"setp.{_COMPARISONS[comparison]}.u64 {to}, {a}, {b};"
 
 
 def select(to: str, a: int, b: int, condition: str) -> str:
@@ -298,6 +308,18 @@ def store_global(address: str, value: str, offset: int | None = None, *, only_if
   return _step(f"st.global.s32 {_at(address, offset)}, {value}", only_if)
 
 
+def load_global_wide(to: str, address: str, offset: int | None = None) -> str:
+  """Reads 64 bits of global memory, for example an address."""
+  return f"ld.global.b64 {to}, {_at(address, offset)};"
+
+
+def store_global_wide(
+  address: str, value: str, offset: int | None = None, *, only_if: str = ""
+) -> str:
+  """Writes 64 bits of global memory, perhaps another device's."""
+  return _step(f"st.global.b64 {_at(address, offset)}, {value}", only_if)
+
+
 def load_shared(to: str, address: str, offset: int | None = None, *, only_if: str = "") -> str:
   """Reads a word of the block's shared memory."""
   return _step(f"ld.shared.s32 {to}, {_at(address, offset)}", only_if)
@@ -358,7 +380,7 @@ def ballot(to: str, condition: str) -> str:
   return f"vote.sync.ballot.b32 {to}, {condition}, -1;"
 
 
-# -- devices waiting for each other (fence, red, ld at system scope) -------------------------------
+# -- devices waiting for each other (fence, red, st, ld at system scope; trap) ---------------------
 
 
 def publish_to_devices() -> str:
@@ -374,9 +396,22 @@ def add_at_device(address: str, value: str, *, only_if: str = "") -> str:
   return _step(f"red.release.sys.global.add.u32 [{address}], {value}", only_if)
 
 
-def load_from_devices(to: str, address: str) -> str:
-  """Reads a word that other devices add to; what they wrote before they added is visible then."""
-  return f"ld.acquire.sys.global.u32 {to}, [{address}];"
+def store_at_device(address: str, value: str, offset: int) -> str:
+  """Writes a word of global memory, perhaps another device's, after the thread's own writes.
+
+  A device that reads the word by `load_from_devices` sees these writes, too.
+  """
+  return f"st.release.sys.global.u32 {_at(address, offset)}, {value};"
+
+
+def load_from_devices(to: str, address: str, offset: int | None = None) -> str:
+  """Reads a word that other devices write; what they wrote before it is visible then."""
+  return f"ld.acquire.sys.global.u32 {to}, {_at(address, offset)};"
+
+
+def stop(only_if: str) -> str:
+  """Ends the kernel with an error, for the program too, if the predicate holds."""
+  return _step("trap", only_if)
 
 
 # -- barriers in shared memory (mbarrier), 8 bytes each --------------------------------------------

@@ -15,6 +15,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.kernels.grouped_matmul.layout import make_layout
 from scmoe.kernels.put import put_rows, rows, takes
 from scmoe.kernels.put.kernel import put_rows_kernel
+from scmoe.kernels.put.mailboxes import open_mailboxes
 from scmoe.moe.dispatch import DispatchConfig, make_transport, put
 from scmoe.moe.dispatch.put import Put
 from scmoe.moe.route import make_routing
@@ -44,7 +45,7 @@ def put_on_devices(with_count: bool, with_groups: bool):
     count = jnp.asarray(4, jnp.int32) if with_count else None
     groups = make_layout(sizes_G, R - 3 * (TILE - 1), TILE) if with_groups else None
     assert groups is None or groups.num_rows == R
-    options = {"num_rows": R, "axis": "expert", "ranks": W, "count": count, "groups": groups}
+    options = {"num_rows": R, "axis": "expert", "count": count, "groups": groups}
     return put_rows(x_MD, place_MK, tag_MK=tag_MK, **options)
 
   return jax.jit(manual(local, mesh, (BATCH,) * 3, (BATCH, BATCH)))
@@ -101,13 +102,22 @@ def transport_of(**options):
   return found[0]
 
 
-def test_gpus_refuse_puts_and_a_cpu_does_not(monkeypatch):
+@pytest.mark.parametrize(
+  ("capability", "processes", "fault"),
+  [
+    ("8.0", 1, r"is for Hopper GPUs \(compute capability 9\.0\), got A100"),
+    ("9.0", 2, r"is for GPUs that one process drives, got 2 processes"),
+  ],
+)
+def test_gpus_that_cannot_put_refuse_it_and_a_cpu_does_not(
+  monkeypatch, capability, processes, fault
+):
   assert isinstance(transport_of(), Put)
-  gpu = dataclasses.make_dataclass("Gpu", [("platform", str, "gpu")])()
+  fields = {"platform": "gpu", "compute_capability": capability, "device_kind": "A100"}
+  gpu = dataclasses.make_dataclass("Gpu", [(k, str, v) for k, v in fields.items()])()
   monkeypatch.setattr(put.jax, "devices", lambda: [gpu])
-  with pytest.raises(
-    ConfigError, match=r"is for CPUs alone: .* on GPUs; use dispatch\.transport=dropless"
-  ):
+  monkeypatch.setattr(put.jax, "process_count", lambda: processes)
+  with pytest.raises(ConfigError, match=f"{fault}; use dispatch\\.transport=dropless"):
     transport_of()
 
 
@@ -133,14 +143,14 @@ def test_the_kernel_lowers_for_cuda(tagged):
     layout = make_layout(sizes, 512, 128)
     groups = layout.group_sizes_G, layout.tile_starts_G, layout.tiles_G
     count, sizes = jnp.asarray(256), {"num_rows": layout.num_rows, "tile": 128, "blocks": 8}
-    return put_rows_kernel(
-      x, place, tag if tagged else None, count, groups, axis="expert", ranks=2, **sizes
-    )[0]
+    mailboxes = open_mailboxes("expert", 8)
+    return put_rows_kernel(x, place, tag if tagged else None, count, groups, mailboxes, **sizes)[0]
 
   shape = lambda *s, dtype: jax.ShapeDtypeStruct(s, dtype)
   places = shape(512, 2, dtype=jnp.int32)
   given = shape(512, 256, dtype=jnp.bfloat16), places, places, shape(8, dtype=jnp.int32)
-  assert lowered(local, (BATCH,) * 4, BATCH, *given).count("@mosaic_gpu_v2") == 1
+  # The second kernel opens the mailboxes.
+  assert lowered(local, (BATCH,) * 4, BATCH, *given).count("@mosaic_gpu_v2") == 2
 
 
 @LOWERS

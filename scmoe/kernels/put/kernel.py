@@ -5,22 +5,22 @@
 
 A warp copies a row to shared memory. Then, for each of the row's places, at most K, a different
 lane of the warp sends the row there, on whichever device, by a bulk copy of PTX (`cp.async.bulk`).
-No rank waits for a buffer to be packed. Devices wait for each other at two points only. Before the
-kernel starts, XLA waits until every device's stream has reached it: by then all results are
-allocated, and no device still reads what their memory held before. At the kernel's end, block b
-signals to block b of every rank that all rows that it sent have arrived, and waits for a signal
-from block b of every rank. So once all blocks of a device have ended, the device's own result is
-complete.
+No rank waits for a buffer to be packed. Devices wait for each other at two points only, both by
+their mailboxes (`scmoe.kernels.put.mailboxes`). First block b posts to block b of every rank where
+its own device's results lie, and waits for such a post from every rank. A post also says that the
+rank's stream has reached the kernel: nothing there still reads what the memory held before. Last,
+block b signals to block b of every rank that all rows that it sent have arrived, and waits for a
+signal from block b of every rank. So once all blocks of a device have ended, the device's own
+result is complete.
 
-One process drives all devices, because Pallas gets the addresses of the other devices' results from
-XLA's runtime, which exchanges them within a process.
+One process drives all devices, because an address means nothing in another process. The GPUs must
+reach each other's memory, as those of one host do over NVLink; XLA then lets them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled
+from scmoe.kernels.put.mailboxes import (
+  ADDRESS,
+  BYTES,
+  DONE,
+  MOST_RANKS,
+  POST,
+  POSTS,
+  Mailboxes,
+)
 from scmoe.kernels.row_copier import (
   ALIGNED,
   BARRIER,
@@ -43,8 +52,6 @@ from scmoe.kernels.row_copier import (
 BLOCKS = 32  # Thread blocks by default.
 _SENDING = 4  # Of a warp's 8 stages, those that outgoing copies may read while the warp goes on.
 _COPIED = 16  # A bulk copy moves a multiple of so many bytes.
-_ADDRESS = 8  # Bytes of an address in global memory.
-MOST_RANKS = 8
 
 
 def takes(row_bytes: int, num_copies: int, ranks: int) -> bool:
@@ -55,18 +62,17 @@ def takes(row_bytes: int, num_copies: int, ranks: int) -> bool:
   return fits(row_bytes, num_copies) and row_bytes % _COPIED == 0 and ranks <= MOST_RANKS
 
 
-@functools.partial(jax.jit, static_argnames=("num_rows", "tile", "axis", "ranks", "blocks"))
+@functools.partial(jax.jit, static_argnames=("num_rows", "tile", "blocks"))
 def put_rows_kernel(
   x_MD: jax.Array,
   place_MK: jax.Array,
   tag_MK: jax.Array | None,
   count: jax.Array,
   groups: tuple[jax.Array, jax.Array, jax.Array] | None,
+  mailboxes: Mailboxes,
   *,
   num_rows: int,
   tile: int,
-  axis: str,
-  ranks: int,
   blocks: int,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Sends rows to their places on all ranks, and tags beside them if given; see `rows.put_rows`.
@@ -81,10 +87,9 @@ def put_rows_kernel(
     groups: three arrays, int32 [G]: number of rows, first tile and number of tiles of each group of
       this device's own result. Rows of a group's last tile at which no copy arrives become zero,
       and their tags -1. None: the result has no groups, and no row becomes zero.
+    mailboxes: of the W ranks, opened for at least as many blocks.
     num_rows: R.
     tile: rows of a tile.
-    axis: the mesh axis.
-    ranks: W.
     blocks: thread blocks.
 
   Returns:
@@ -93,6 +98,8 @@ def put_rows_kernel(
   """
   (rows, width), copies, tagged = x_MD.shape, place_MK.shape[1], tag_MK is not None
   num_groups = 0 if groups is None else groups[0].shape[0]
+  ranks = mailboxes.address_W2.shape[0]
+  assert blocks <= mailboxes.blocks
   row_bytes = width * x_MD.dtype.itemsize
   stages = stages_of(row_bytes)
   sizes = (rows, copies, num_groups, row_bytes, num_rows, tile, stages, blocks)
@@ -100,11 +107,9 @@ def put_rows_kernel(
   text = program.text()
 
   def body(*refs):
-    *inputs, out, shared, signals = refs
+    *inputs, out, shared = refs
     tags = inputs.pop() if tagged else out  # without tags a stand-in: the program writes no tags
-    far = lambda ref: [plgpu.remote_ref(ref, cast(Any, {axis: rank})) for rank in range(ranks)]
-    everywhere = [*far(out), *far(tags), *far(signals)]
-    inline.run(text, [*inputs, out, tags, signals, *everywhere], [shared])
+    inline.run(text, [*inputs, out, tags], [shared])
 
   places = place_MK.reshape(-1)
   outs = compiled(
@@ -115,26 +120,23 @@ def put_rows_kernel(
     grid_names=("block",),
     num_threads=WARPS // 4,
     thread_name="wg",
-    scratch_types=[
-      plgpu.SMEM((-(-program.shared_bytes // 512) * 128,), jnp.int32),
-      plgpu.SemaphoreType.REGULAR,  # a block's count of signals, 0 when the kernel starts
-    ],
+    scratch_types=[plgpu.SMEM((-(-program.shared_bytes // 512) * 128,), jnp.int32)],
   )(
     x_MD,
     places,
     places if tag_MK is None else tag_MK.reshape(-1),
     count.reshape(1),
     *((places,) * 3 if groups is None else groups),
+    *mailboxes,
   )
   return outs[-1], outs[0] if tagged else None
 
 
-# The inline code's operands after rows and places. After these come the addresses of every rank's
-# result, of every rank's tags and of every rank's signals, and last the block's shared memory.
+# The inline code's operands after rows and places; the last is the block's shared memory.
 _TAGS, _COUNT = "$2", "$3"
 _SIZES, _TILE_STARTS, _TILES = "$4", "$5", "$6"
-_OUT, _OUT_TAGS, _SIGNALS = "$7", "$8", "$9"
-_FAR = 10
+_MAILBOX, _MAILBOXES, _RANK = "$7", "$8", "$9"
+_OUT, _OUT_TAGS, _SHARED = "$10", "$11", "$12"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +147,7 @@ class _Program(RowCopier):
   of which copies still read 4, a warp fetches the row that is 4 of its own rows after the one that
   it sends. Shared memory holds each warp's stages, a row of zeros, a barrier for each stage, and
   three addresses for each rank: of the rank's result, of its tags (without tags, of its result
-  again), and of the count of signals of its block with the same number.
+  again), and of the part of its mailbox for blocks of the same number.
 
   Attributes:
     tagged: whether a tag arrives beside each row.
@@ -182,7 +184,7 @@ class _Program(RowCopier):
   @property
   def shared_bytes(self) -> int:
     """Bytes of a block's shared memory, with room to align it."""
-    return self.addresses_at + 3 * _ADDRESS * self.ranks + ALIGNED
+    return self.addresses_at + 3 * ADDRESS * self.ranks + ALIGNED
 
   def text(self) -> str:
     """The whole kernel as PTX."""
@@ -192,11 +194,11 @@ class _Program(RowCopier):
         "b32", "thread, lane, warp, block, shared, mine, barriers, zeros, buffer, barrier"
       ),
       ptx.registers("b32", "row, ahead, rows, stage, next, phase, i, t, to, tag, rank, size, end"),
-      ptx.registers("b32", "nothing, nobody, one, addresses"),
-      ptx.registers("b64", "wide, place, far"),
+      ptx.registers("b32", "nothing, nobody, one, addresses, me, call"),
+      ptx.registers("b64", "wide, place, far, own"),
       self.find_shared_memory(),
       self.init_barriers(),
-      self.keep_addresses(),
+      self.meet(),
       self.write_zeros(),
       ptx.publish_to_copies(own_block_only=True),
       ptx.publish_barriers(),
@@ -245,7 +247,7 @@ class _Program(RowCopier):
         ptx.let("nobody", -1),
         ptx.let("one", 1),
         ptx.shift_right("warp", "thread", 5),
-        ptx.add("shared", f"${_FAR + 3 * self.ranks}", ALIGNED - 1),
+        ptx.add("shared", _SHARED, ALIGNED - 1),
         ptx.bit_and("shared", "shared", -ALIGNED),
         ptx.multiply_add("mine", "warp", self.stages * self.row_bytes, "shared"),
         ptx.add("zeros", "shared", self.zeros_at),
@@ -255,18 +257,65 @@ class _Program(RowCopier):
       ]
     )
 
-  def keep_addresses(self) -> str:
-    """Writes every rank's three addresses to shared memory, where `far_address` looks them up."""
-    one = lambda i: ptx.store_shared_wide("addresses", f"${_FAR + i}", _ADDRESS * i, only_if="yes")
-    first = ptx.compare("yes", "thread", "==", 0, unsigned=True)
-    return ptx.lines([first, *map(one, range(3 * self.ranks))])
+  def meet(self) -> str:
+    """Posts this device's addresses to every rank, and keeps those that all ranks have posted.
 
-  def far_address(self, to: str, which: int) -> str:
-    """to = an address of rank `rank`: of its result (which = 0), tags (1) or signals (2)."""
+    Thread r deals with rank r. Of its registers, `own` (the block's part of this device's mailbox)
+    and `call` (the number of this call) are still needed at the end, by thread 0.
+    """
+    mailbox_of = lambda to, rank: ptx.lines(
+      [
+        ptx.element_address("wide", _MAILBOXES, rank, ADDRESS),
+        ptx.load_global_wide(to, "wide"),
+      ]
+    )
+    part_of = lambda mailbox: ptx.element_address(mailbox, mailbox, "block", BYTES, distance="wide")
+    post_of = lambda mailbox, rank: ptx.lines(
+      [
+        ptx.element_address("place", mailbox, rank, POST, distance="wide"),
+        ptx.advance("place", "place", POSTS),
+      ]
+    )
+    keep = lambda address, which: ptx.store_shared_wide("t", address, ADDRESS * self.ranks * which)
     return ptx.lines(
       [
-        ptx.multiply_add("t", "rank", _ADDRESS, "addresses"),
-        ptx.load_shared_wide(to, "t", _ADDRESS * self.ranks * which),
+        ptx.compare("yes", "thread", ">=", self.ranks, unsigned=True),
+        ptx.jump("MET", only_if="yes"),
+        ptx.load_read_only("me", _RANK),
+        mailbox_of("own", "me"),
+        ptx.compare_wide("yes", "own", "!=", _MAILBOX),
+        ptx.stop(only_if="yes"),
+        mailbox_of("far", "thread"),
+        part_of("own"),
+        part_of("far"),
+        ptx.load_global("call", "own"),
+        ptx.add("call", "call", 1),
+        post_of("far", "me"),
+        ptx.store_global_wide("place", _OUT, 0),
+        ptx.store_global_wide("place", _OUT_TAGS, ADDRESS),
+        ptx.store_at_device("place", "call", 2 * ADDRESS),
+        post_of("own", "thread"),
+        ptx.label("POSTS"),
+        ptx.load_from_devices("t", "place", 2 * ADDRESS),
+        ptx.compare("more", "t", "<", "call"),
+        ptx.jump("POSTS", only_if="more"),
+        ptx.multiply_add("t", "thread", ADDRESS, "addresses"),
+        keep("far", 2),
+        ptx.load_global_wide("far", "place", 0),
+        keep("far", 0),
+        ptx.load_global_wide("far", "place", ADDRESS),
+        keep("far", 1),
+        ptx.label("MET"),
+        ptx.wait_for_warp(),
+      ]
+    )
+
+  def far_address(self, to: str, which: int) -> str:
+    """to = an address of rank `rank`: of its result (which = 0), tags (1) or mailbox (2)."""
+    return ptx.lines(
+      [
+        ptx.multiply_add("t", "rank", ADDRESS, "addresses"),
+        ptx.load_shared_wide(to, "t", ADDRESS * self.ranks * which),
       ]
     )
 
@@ -353,7 +402,7 @@ class _Program(RowCopier):
     """Signals to every rank that this block's rows are there; waits for a signal from every rank.
 
     A signal goes to the block of the same number. Every thread publishes its own writes; after all
-    threads of the block have, thread w signals to rank w.
+    threads of the block have, thread w signals to rank w. Last, thread 0 counts the call.
     """
     return ptx.lines(
       [
@@ -363,13 +412,16 @@ class _Program(RowCopier):
         ptx.compare("yes", "thread", "<", self.ranks, unsigned=True),
         ptx.at_most("rank", "thread", self.ranks - 1, unsigned=True),
         self.far_address("far", 2),
+        ptx.advance("far", "far", DONE),
         ptx.add_at_device("far", "one", only_if="yes"),
         ptx.compare("yes", "thread", "==", 0, unsigned=True),
         ptx.jump("DONE", only_if="!yes"),
+        ptx.multiply("end", "call", self.ranks),
         ptx.label("SIGNALS"),
-        ptx.load_from_devices("t", _SIGNALS),
-        ptx.compare("more", "t", "<", self.ranks, unsigned=True),
+        ptx.load_from_devices("t", "own", DONE),
+        ptx.compare("more", "t", "<", "end"),
         ptx.jump("SIGNALS", only_if="more"),
+        ptx.store_global("own", "call"),
         ptx.label("DONE"),
         ptx.wait_for_block(),
       ]

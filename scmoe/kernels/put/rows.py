@@ -21,6 +21,7 @@ from jax import lax
 from scmoe.kernels.grouped_matmul import GroupLayout
 from scmoe.kernels.launch import runs_ptx
 from scmoe.kernels.put import kernel
+from scmoe.kernels.put.mailboxes import Mailboxes, open_mailboxes
 
 
 def put_rows(
@@ -29,10 +30,10 @@ def put_rows(
   *,
   num_rows: int,
   axis: str,
-  ranks: int,
   tag_MK: jax.Array | None = None,
   count: jax.Array | None = None,
   groups: GroupLayout | None = None,
+  mailboxes: Mailboxes | None = None,
   blocks: int = kernel.BLOCKS,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Sends each row to its places on any rank; returns the rows and tags that arrive here.
@@ -46,11 +47,12 @@ def put_rows(
     place_MK: int32, the place of each copy; a number outside [0, W·R) is no place.
     num_rows: R.
     axis: the mesh axis.
-    ranks: W.
     tag_MK: int32, a number that arrives beside each copy; None: no numbers are sent.
     count: int32 scalar: only the first `count` rows are sent to their places; None: all M rows.
     groups: the tiles of this device's own result. In each group's last tile, the rows that nobody
       fills become zero, with the tag -1. None: no row becomes zero.
+    mailboxes: those by which the kernel's devices meet (`meeting`); None: it opens its own, which
+      takes an all-gather of two numbers.
     blocks: thread blocks of the kernel.
 
   Returns:
@@ -70,12 +72,19 @@ def put_rows(
     tag_MK,
     count,
     of_groups,
+    mailboxes or open_mailboxes(axis, blocks),
     num_rows=num_rows,
     tile=tile,
-    axis=axis,
-    ranks=ranks,
     blocks=blocks,
   )
+
+
+def meeting(axis: str, blocks: int = kernel.BLOCKS) -> Mailboxes | None:
+  """Mailboxes for several calls of `put_rows`, inside `jax.shard_map`; None without the kernel.
+
+  The calls must be of one pass, forward or backward: see `Mailboxes`.
+  """
+  return open_mailboxes(axis, blocks) if runs_ptx() else None
 
 
 def _collected(x_MD, place_MK, tag_MK, count, groups: GroupLayout | None, num_rows: int, axis: str):

@@ -150,7 +150,7 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
   np.testing.assert_array_equal(np.asarray(slots), want)
 
   def nine_times(x, *rest):
-    to = by_puts | {"mailboxes": meeting("expert", blocks)}
+    to: dict[str, Any] = by_puts | {"mailboxes": meeting("expert", blocks)}
     turned = lambda x: -back(*there(x, *rest, **to), **to)[:: p.k]
     return jax.lax.fori_loop(0, 9, lambda _, x: turned(x), x)
 

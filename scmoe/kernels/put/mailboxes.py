@@ -72,7 +72,8 @@ def open_mailboxes(axis: str, blocks: int) -> Mailboxes:
     blocks: the most thread blocks of a kernel that meets by them.
   """
   own, address = _opened(blocks)
-  address_W2 = lax.all_gather(address, axis)
+  with jax.named_scope("counts"):
+    address_W2 = lax.all_gather(address, axis)
   return Mailboxes(own, address_W2, lax.axis_index(axis).astype(jnp.int32)[None])
 
 

@@ -1,12 +1,13 @@
-"""A ViT-MoE of 15M parameters on CIFAR-10, from scratch, 40 epochs, with a convolutional stem.
+"""A ViT-MoE of 13.8M parameters on CIFAR-10, from scratch, 40 epochs, with a convolutional stem.
 
 command   python -m scmoe.train --config cifar10_vit --config.data.path=FOLDER
 hardware  one GPU
-time      15 ms a step on one H200, so a minute, and the start (2026-11-28, a first version of group
-          norm and Muon)
-expect    92.3 % after the last step, and with the weights' average (the same version). With AdamW,
-          without group norm and value_convolution, 200 epochs ended at 92.7 %. A ViT-Lite of 3.7M
-          reaches 91.4 % in 200 epochs, a CCT 94.8 % (SHI-Labs/Compact-Transformers)
+time      15 ms a step on one H200, so a minute, and the start (2026-11-28); three runs side by side
+          take 10 to 15 ms of a GPU for each step (2026-11-29)
+expect    92.26 +- 0.16 % with the weights' average, five seeds (2026-11-29,
+          experiments/quality/table5_vision). With AdamW, without group norm and value_convolution,
+          200 epochs ended at 92.7 %. A ViT-Lite of 3.7M reaches 91.4 % in 200 epochs, a CCT 94.8 %
+          (SHI-Labs/Compact-Transformers)
 data      CIFAR-10 as Parquet files in Hugging Face's layout, train* and test*, at data.path, with
           columns img and label
 """

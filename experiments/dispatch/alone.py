@@ -11,8 +11,10 @@ run and in turns:
   put back     the same kernel on the way back: rows from the tiles to the senders' slots
   ragged       jax.lax.ragged_all_to_all of those rows, gathered already (not a default arm)
 
-A program has `--calls` of an arm one after the other; times are per call. Puts meet by mailboxes
-that are opened once in a program. With `--loop` the calls are iterations of a loop, as for layers
+A program has calls of an arm one after the other, `--calls` of them or five times as many. The time
+of a call is the difference of the two over the calls that the longer one has more; what the host
+needs to start a program is left out, and printed beside it. Puts meet by mailboxes that are opened
+once in a program. With `--loop` the calls are iterations of a loop, as for layers
 in a scan. Before anything is timed, the rows that arrive are compared with those of a loop in
 NumPy, and rows that go there and back nine times, their signs changed each time, with the first.
 """
@@ -43,6 +45,7 @@ from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual
 from scmoe.profiling.timer import interleave, repeated
 
 TILE = 128
+LONGER = 5  # the longer chain has so many times the calls of the shorter one
 BATCH = P(BATCH_AXES)
 
 
@@ -130,7 +133,7 @@ def ragged(rows, mailboxes):
 
 
 def programs(p: Problem, blocks: int, args, mesh) -> dict:
-  """name -> (compiled chain, its arguments); what arrives there and back is checked."""
+  """(arm, calls) -> (compiled chain, its arguments); what arrives there and back is checked."""
   options = OverlapConfig().compiler_options(gpu=jax.default_backend() == "gpu")
   place_on = lambda a: jax.device_put(a, NamedSharding(mesh, BATCH))
   flat = lambda a: place_on(jnp.asarray(a.reshape(-1, *a.shape[2:])))
@@ -157,12 +160,12 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
   turned = compiled(nine_times, 4)(x, place, slot, sizes)
   np.testing.assert_array_equal(np.asarray(turned), -np.asarray(x))
 
-  def chain(arm, first, *rest):
+  def chain(arm, calls, first, *rest):
     mailboxes = meeting("expert", blocks)
     if args.loop:
       step = lambda _, given: arm(given, *rest, mailboxes=mailboxes)
-      return jax.lax.fori_loop(0, args.calls, step, first)
-    for _ in range(args.calls):
+      return jax.lax.fori_loop(0, calls, step, first)
+    for _ in range(calls):
       first = arm(first, *rest, mailboxes=mailboxes)
     return first
 
@@ -173,9 +176,12 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
     "put back": (functools.partial(put_back, **by_puts), (tags, rows, used)),
     "ragged": (ragged, (packed,)),
   }
-  chained = lambda arm, given: compiled(functools.partial(chain, arm), len(given))
-  names = args.arms.split(",")
-  return {name: (chained(*arms[name]), arms[name][1]) for name in names}
+  chained = lambda arm, given, calls: compiled(functools.partial(chain, arm, calls), len(given))
+  return {
+    (name, calls): (chained(*arms[name], calls), arms[name][1])
+    for name in args.arms.split(",")
+    for calls in (args.calls, LONGER * args.calls)
+  }
 
 
 def main() -> None:
@@ -186,28 +192,33 @@ def main() -> None:
   parser.add_argument("--k", type=int, default=2, help="K")
   parser.add_argument("--blocks", default=str(BLOCKS), help="thread blocks of the kernel")
   parser.add_argument("--arms", default="all_to_all,put,put back")
-  parser.add_argument("--calls", type=int, default=20, help="calls in one program")
+  parser.add_argument("--calls", type=int, default=20, help="calls in the shorter program")
   parser.add_argument("--loop", action="store_true", help="calls are a loop's iterations")
   parser.add_argument("--rounds", type=int, default=9)
   parser.add_argument("--json", type=pathlib.Path)
   args = parser.parse_args()
   mesh = make_mesh(MeshConfig(data=1, expert=jax.device_count()))
   results = []
-  print("| MiB a device | blocks | arm | us | GB/s of remote bytes |\n|---|---|---|---|---|")
+  print("| MiB a device | blocks | arm | us a call | GB/s of remote bytes | start, us |")
+  print("|---|---|---|---|---|---|")
   for size in map(int, args.mebibytes.split(",")):
     tokens = size * 2**20 // (2 * args.width * args.k)
     p = Problem(mesh.shape["expert"], tokens, args.width, args.k, args.experts)
     for blocks in map(int, args.blocks.split(",")):
       found = programs(p, blocks, args, mesh)
       arms = {name: repeated(stage, *given) for name, (stage, given) in found.items()}
-      for name, timing in interleave(arms, rounds=args.rounds, calls=1).items():
-        seconds = timing.median / args.calls
+      timings = interleave(arms, rounds=args.rounds, calls=1)
+      for name in args.arms.split(","):
+        short, long = (timings[name, args.calls * n].median for n in (1, LONGER))
+        seconds = (long - short) / args.calls / (LONGER - 1)
+        start = short - args.calls * seconds
         # The dense exchange sends equal parts.
         sent = p.remote if name.startswith("put") else size * 2**20 * (p.ranks - 1) / p.ranks
         row = {"mebibytes": size, "blocks": blocks, "arm": name, "us": seconds * 1e6}
-        row["remote_gb_s"] = sent / seconds / 1e9
+        row |= {"remote_gb_s": sent / seconds / 1e9, "start_us": start * 1e6}
+        row |= {"us_with_start": short / args.calls * 1e6}
         results.append(row)
-        figures = f"{row['us']:.1f} | {row['remote_gb_s']:.0f} |"
+        figures = f"{row['us']:.1f} | {row['remote_gb_s']:.0f} | {row['start_us']:.0f} |"
         print(f"| {size} | {blocks} | {name} | {figures}", flush=True)
   if args.json:
     write(args.json, results)

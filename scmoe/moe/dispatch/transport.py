@@ -140,9 +140,8 @@ def make_transport(
   Raises:
     ConfigError: an argument has a wrong type or value, `capacity` refuses the capacity factor,
       `dispatch.groups` does not divide evenly over the devices (for `Packed` and `Capacity`),
-      `dispatch.nodes` does not divide the devices of an exchange, the call would get `Put` on other
-      devices than CPUs, with `dispatch.nodes` > 1 or with `dispatch.fp8`, or the user's transport
-      cannot be made.
+      `dispatch.nodes` does not divide the devices of an exchange, the call would get `Put` where
+      `check_put` refuses it or with `dispatch.fp8`, or the user's transport cannot be made.
   """
   check_type("config", config, DispatchConfig)
   check_choice("order", order, ORDERS)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import scmoe
 from scmoe.base.extensions import is_import_path
 from scmoe.base.renamed import RENAMED
 from scmoe.blocks.options import OverlapConfig
@@ -534,6 +535,15 @@ def test_the_schedule_of_pos2():
   assert block(page("docs/architecture.md"), "schedule") == str(schedule).splitlines()
   automatic = make_schedule(WIRINGS["scmoe_pos2"], 2, OverlapConfig()).forward
   assert automatic[automatic.index("experts") - 1] == "shared expert"
+
+
+def test_the_version_is_one():
+  """The package's, that of the first entry of the changes, and that of the citation."""
+  newest = re.search(r"^## ([\d.]+)", (ROOT / "docs" / "CHANGELOG.md").read_text(), re.M)
+  cited = re.search(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.M)
+  assert newest is not None
+  assert cited is not None
+  assert newest[1] == cited[1] == scmoe.__version__
 
 
 def test_the_schema_of_checkpoints():

@@ -67,7 +67,7 @@ class DispatchConfig(Options, path="dispatch"):
     "rows that are kept travel and are computed; dropless: rounds over a fixed buffer, nothing is "
     "dropped; per_rank: as dropless, but a token travels once to each device, not once for each of "
     "its experts there; put: as dropless, by a kernel that writes rows into the other GPUs' "
-    "memory, on a CPU only, to try it: GPUs refuse it; or one's own as my_package.module:Name",
+    "memory, for Hopper GPUs of one host; or one's own as my_package.module:Name",
     choices=TRANSPORTS,
     importable=True,
   )

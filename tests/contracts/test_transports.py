@@ -106,7 +106,11 @@ def experts_of(E, replicas):
 def compiled(
   *, devices, transport, chunks=1, nodes=1, slack=1.25, replicas=1, E=8, room=0, fp8=False
 ):
-  """(x, weight, weights, expert, cotangent) -> y, gradients, rounds, drops; for any routing.
+  """(x, weight, weights, expert, cotangent) -> y, gradients, rounds [W], drops [W]; any routing.
+
+  Rounds and drops are those of each device: a sum over them out here would be an all-reduce that
+  XLA's partitioner adds. XLA's CPU runtime of jax 0.12 may run it before or after an exchange, on
+  one device so and on another so, and then all wait for each other for ever.
 
   Capacity has `room` rows for each expert and device; 0: for all that there can be.
   """
@@ -143,7 +147,7 @@ def compiled(
     y, pull, (rounds, drops) = jax.vjp(
       lambda *a: function(*a, expert), x, weight, weights, has_aux=True
     )
-    return y, pull(cotangent), rounds[0], drops.sum()
+    return y, pull(cotangent), rounds, drops
 
   return both
 
@@ -151,7 +155,7 @@ def compiled(
 def run(kind, *, E=8, **options):
   """y and gradients, and the number of rounds."""
   y, gradients, rounds, _ = compiled(E=E, **options)(*problem(kind, E))
-  return jax.tree.map(np.asarray, (y, gradients)), int(rounds)
+  return jax.tree.map(np.asarray, (y, gradients)), int(np.asarray(rounds)[0])
 
 
 def assert_equals_oracle(kind, got, E=8):
@@ -189,7 +193,7 @@ def test_packed_drops_what_capacity_drops(kind, devices, room):
   want = compiled(devices=devices, transport="capacity", room=room)(*given)
   for slack in (1.0, 4.0):
     got = compiled(devices=devices, transport="packed", room=room, slack=slack)(*given)
-    assert int(got[3]) == int(want[3]) > 0
+    assert np.asarray(got[3]).sum() == np.asarray(want[3]).sum() > 0
     for a, b in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
       np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 

@@ -10,7 +10,8 @@ All send packed rows, in XLA's order, unless words follow: fields of the configu
 `dispatch.transport=capacity` or `"overlap.schedule=mlp 0" overlap.order=barriers`. No schedule is
 searched for. `--arm "NAME: WORDS"` adds an arm of its own fields, e.g.
 `--arm "chunks: model.wiring=scmoe_pos2 dispatch.chunks=2"`. `--only` leaves arms out, and
-`--controls` names the arms that get the other two programs. `--kernels` traces every step after
+`--controls` names the arms that get the other two programs; an arm with puts has no all-to-all, so
+that only the step without exchanges is timed beside it. `--kernels` traces every step after
 the timing and says where the paid time is: in bare transfers, or in slower kernels
 (where.py). Writes FOLDER/NAME.json and FOLDER/NAME.txt (--out, runs/exchange_cost by default).
 """
@@ -96,9 +97,10 @@ def main() -> None:
         steps[kind] = step_arm(of, states, args.out / "profiles")
     failed = prepare(steps, arms)
     timed: dict[str, Arm] = {k: arm for k, arm in steps.items() if k not in failed}
-    for name in [name for name in arms if {name, f"{name} without"} <= set(timed)]:
-      arm = exchanges_alone(steps[name].jaxpr, steps[name].shared.built.mesh)
-      assert arm is not None
+    controlled = [name for name in arms if {name, f"{name} without"} <= set(timed)]
+  for name in controlled:
+    arm = exchanges_alone(steps[name].jaxpr, steps[name].shared.built.mesh)
+    if arm is not None:  # puts are no all-to-alls, so that none is found
       arm(2)
       timed[f"{name} alone"] = arm
   timings = interleave(timed, rounds=args.rounds, calls=args.calls)
@@ -106,20 +108,27 @@ def main() -> None:
 
   paid = {
     name: Paid(*(timings[name + kind] for kind in ("", " without", " alone")))
-    for name in arms
-    if {name, f"{name} without"} <= set(timings)
+    for name in controlled
+    if f"{name} alone" in timings
   }
   lines = []
   for name in rounds:
     own = f"{name}: {1e3 * timings[name].median:.1f} ms; {rounds[name]:.2f} rounds"
     own += f"; {steps[name].step.repeated} steps ran twice" if steps[name].step.repeats else ""
-    lines.append(f"{own}; {paid[name]}" if name in paid else own)
+    if name in paid:
+      own += f"; {paid[name]}"
+    elif name in controlled:
+      without = timings[f"{name} without"].median
+      cost = timings[name].median - without
+      own += f"; exchanges cost {1e3 * cost:.1f} ms; without them {1e3 * without:.1f} ms"
+    lines.append(own)
   result = {
     "machine": machine(""),
     "command": " ".join(["python", *sys.argv]),
     "fields": fields,
     "arms": {name: timing.as_json() for name, timing in timings.items()},
     "paid": {name: cost.as_json() for name, cost in paid.items()},
+    "where": {},
     "rounds": rounds,
     "repeated": {name: steps[name].step.repeated for name in rounds},
     "failed": failed,
@@ -129,9 +138,9 @@ def main() -> None:
     result["over_top2"] = over
     lines.append("over top-2: " + ", ".join(f"{name} {x:.3f}x" for name, x in over.items()))
   if args.kernels:
-    for name in paid:
+    for name in controlled:
       where = Where.of(steps[name], steps[f"{name} without"])
-      result["paid"][name] |= where.as_json()
+      result["where"][name] = where.as_json()
       lines.append(f"{name}: {where}")
   head = f"{args.config}, {', '.join(result['machine'].values())}, {time.strftime('%H:%M')}"
   text = "\n".join([head, *lines])

@@ -75,7 +75,7 @@ class Where:
   def as_json(self) -> dict[str, Any]:
     """Milliseconds, for a results file."""
     values = dataclasses.asdict(self)
-    return {"where": {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}}
+    return {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
 
   def __str__(self) -> str:
     slower = self.computation - self.computation_without

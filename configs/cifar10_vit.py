@@ -3,7 +3,7 @@
 command   python -m scmoe.train --config cifar10_vit --config.data.path=FOLDER
 hardware  one GPU
 time      15 ms a step on one H200, so a minute, and the start (2026-11-28); three runs side by side
-          take 10 to 15 ms of a GPU for each step (2026-11-29)
+          take 9 to 15 ms of a GPU for each step (2026-11-29)
 expect    92.26 +- 0.16 % with the weights' average, five seeds (2026-11-29,
           experiments/quality/table5_vision). With AdamW, without group norm and value_convolution,
           200 epochs ended at 92.7 %. A ViT-Lite of 3.7M reaches 91.4 % in 200 epochs, a CCT 94.8 %

@@ -176,6 +176,11 @@ def profile(
   lines = [f"training step of {run.name}, {device}, {time.strftime('%Y-%m-%d')}"]
   if not gpu:
     lines.append(NO_GPU)
+  if clock and run.dispatch.transport == "put":
+    lines.append(
+      "dispatch.transport=put: the clock's two other programs are left out, since puts are no "
+      "all-to-alls"
+    )
   figures: dict[str, Any] = {"device": device, "gpu": gpu}
   base, figures["arms"] = timings[names[0]], {}
   pictures: dict[str, dict[str, dict[str, list[Bar]]]] = {}  # kind of bar -> arm -> stream -> bars

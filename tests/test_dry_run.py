@@ -193,6 +193,15 @@ def test_rows_in_fp8_are_fewer_bytes_to_the_experts_alone(transport):
   assert fp8.all_to_all == usual.all_to_all * (3 + 32 / 64) / 4
 
 
+def test_rows_that_are_put_count_as_those_of_dropless():
+  given = {"mesh__data": 1, "mesh__expert": 4}
+  dropless, put = (
+    step_work(tiny(**given, dispatch__transport=name)).traffic for name in ("dropless", "put")
+  )
+  assert put == dropless
+  assert put.exchanges == 2 * 2 * 2
+
+
 def test_recomputing_sends_nothing_again():
   """Every rematerialisation preset keeps the rows that travelled, in fp8 too."""
   for remat, fp8 in (("dots", False), ("moe", False), ("full", False), ("full", True)):

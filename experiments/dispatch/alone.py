@@ -13,10 +13,10 @@ run and in turns:
 
 A program has calls of an arm one after the other, `--calls` of them or five times as many. The time
 of a call is the difference of the two over the calls that the longer one has more; what the host
-needs to start a program is left out, and printed beside it. Puts meet by mailboxes that are opened
-once in a program. With `--loop` the calls are iterations of a loop, as for layers
-in a scan. Before anything is timed, the rows that arrive are compared with those of a loop in
-NumPy, and rows that go there and back nine times, their signs changed each time, with the first.
+needs to start a program is left out, and printed beside it. The devices meet by mailboxes that are
+opened once in a program. With `--loop` the calls are iterations of a loop, as for layers in a scan.
+Before anything is timed, the rows that arrive are compared with those of a loop in NumPy, and rows
+that go there and back nine times, their signs changed each time, with the first.
 """
 
 from __future__ import annotations

@@ -13,9 +13,12 @@ from collections.abc import Iterable, Iterator
 
 from scmoe.base.errors import DataError
 
-# NCCL kernels, and the copy engines' transfers between GPUs. Copies inside one GPU (MemcpyD2D) are
-# communication only where an all-to-all operation issued them: see `is_communication`.
-_COLLECTIVE = re.compile(r"nccl|memcpy\s*p2p|memcpy\s*peer|peer.to.peer", re.IGNORECASE)
+# NCCL kernels, the kernel of `dispatch.transport=put`, and the copy engines' transfers between
+# GPUs. Copies inside one GPU (MemcpyD2D) are communication only where an all-to-all operation
+# issued them: see `is_communication`.
+_COLLECTIVE = re.compile(
+  r"nccl|put_rows_mosaic|memcpy\s*p2p|memcpy\s*peer|peer.to.peer", re.IGNORECASE
+)
 _COPY = re.compile(r"memcpy\s*d(evice)?\s*2\s*d|memcpy.?d2d", re.IGNORECASE)
 _COLLECTIVE_OP = re.compile(
   r"all[-_]to[-_]all|all[-_]reduce|all[-_]gather|reduce[-_]scatter|collective[-_]permute|\bsend\b"

@@ -148,10 +148,17 @@ class _Planned(NamedTuple):
 
   @property
   def sent(self) -> traffic.Sent:
-    """Traffic of one microbatch; traced each time that it is read."""
+    """Traffic of one microbatch; traced each time that it is read.
+
+    A put is no collective that a jaxpr would show, so rows that are put count as those of
+    `dropless`: with the empty places of its buffers, up to `dispatch.slack` times what travels.
+    """
     run = self.sharing.run
     if run.mesh.size == 1:
       return traffic.Sent()
+    if run.dispatch.transport == "put":
+      dispatch = dataclasses.replace(run.dispatch, transport="dropless")
+      run = dataclasses.replace(run, dispatch=dispatch)
     return traffic.sent_in(_traced_step(run, self.mesh, self.graph, self.shapes), self.mesh.shape)
 
   @property

@@ -1,4 +1,4 @@
-"""Single puts between GPUs, in a process of its own: a hang ends with its time limit."""
+"""Puts between GPUs, each program in a process of its own: a hang ends with its time limit."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 
 # Rows of 4 KiB fill every stage of the kernel many times over.
-PROGRAM = """
+LAYER = """
 import dataclasses
 
 import jax
@@ -56,12 +56,77 @@ for a, b in zip(got, want):
   np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 """
 
+# One mailbox serves all of the loop's 200 calls.
+LOOP = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
 
-def test_rows_put_between_gpus_are_those_that_nccl_exchanges():
+from scmoe.kernels.put import meeting, put_rows
+from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual
+
+M, D, W = 512, 256, 2  # M rows of a device
+mesh, batch = make_mesh(MeshConfig(data=1, expert=W)), P(BATCH_AXES)
+rng = np.random.default_rng(0)
+x = rng.normal(size=(W * M, D)).astype(np.float32)
+place = rng.permutation(W * M).astype(np.int32)
+
+
+def local(x, place):
+  mailboxes = meeting("expert")
+
+  def moved(_, x):
+    return -put_rows(x, place[:, None], num_rows=M, axis="expert", mailboxes=mailboxes)[0]
+
+  return jax.lax.fori_loop(0, 200, moved, x)
+
+
+got = jax.jit(manual(local, mesh, (batch, batch), batch))(jnp.asarray(x), jnp.asarray(place))
+want = x
+for _ in range(200):
+  moved = np.empty_like(want)
+  moved[place] = -want
+  want = moved
+np.testing.assert_array_equal(np.asarray(got), want)
+"""
+
+# A scan whose every step begins the next one's dispatch, so that it hands on what was sent.
+RUN = """
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from scmoe.base.errors import run_main
+from scmoe.train import main
+
+losses = {}
+for transport in ("dropless", "put"):
+  with tempfile.TemporaryDirectory() as folder:
+    fields = {
+      "mesh.expert": 2, "mesh.data": 1, "model.moe_every": 1, "model.num_layers": 3,
+      "model.width": 64, "model.dtype": "bfloat16", "overlap.unroll": 1,
+      "overlap.search_seconds": 0, "train.steps": 6, "train.log_every": 1, "train.remat": "dots",
+      "dispatch.transport": transport, "dispatch.slack": 2.0,
+    }
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    run_main(main, ["--config", "quickstart", "--smoke", "--workdir", folder, *flags])
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    losses[transport] = [r["loss"] for r in map(json.loads, lines) if r["kind"] == "train"]
+assert len(losses["put"]) == 6
+for a, b in zip(losses["put"], losses["dropless"], strict=True):
+  assert abs(a - b) < 2e-2, losses
+"""
+
+
+@pytest.mark.parametrize("program", [LAYER, LOOP, RUN], ids=["layer", "loop", "run"])
+def test_rows_put_between_gpus_are_those_that_nccl_exchanges(program):
+  """Values and gradients of a layer, 200 calls by one mailbox, and a run's losses."""
   if jax.device_count() < 2:
     pytest.skip("needs two GPUs of one host")
   environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_MODULE_LOADING": "EAGER"}
   done = subprocess.run(
-    [sys.executable, "-c", PROGRAM], env=environment, timeout=90, capture_output=True, text=True
+    [sys.executable, "-c", program], env=environment, timeout=150, capture_output=True, text=True
   )
   assert done.returncode == 0, done.stderr[-2000:]

@@ -14,7 +14,8 @@ signal from block b of every rank. So once all blocks of a device have ended, th
 result is complete.
 
 One process drives all devices, because an address means nothing in another process. The GPUs must
-reach each other's memory, as those of one host do over NVLink; XLA then lets them.
+reach each other's memory, as those of one host do over NVLink; XLA then allows it. A device that
+never reaches the kernel leaves the others waiting in it for ever (`train.watchdog_seconds`).
 """
 
 from __future__ import annotations
@@ -106,14 +107,14 @@ def put_rows_kernel(
   program = _Program(*sizes, tagged, ranks, max(1, stages * _SENDING // STAGES))
   text = program.text()
 
-  def body(*refs):
+  def put_rows(*refs):  # a trace shows this name
     *inputs, out, shared = refs
     tags = inputs.pop() if tagged else out  # without tags a stand-in: the program writes no tags
     inline.run(text, [*inputs, out, tags], [shared])
 
   places = place_MK.reshape(-1)
   outs = compiled(
-    body,
+    put_rows,
     out_type=[jax.ShapeDtypeStruct((num_rows,), jnp.int32)] * tagged
     + [jax.ShapeDtypeStruct((num_rows, width), x_MD.dtype)],
     grid=(blocks,),

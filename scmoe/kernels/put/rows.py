@@ -51,8 +51,8 @@ def put_rows(
     count: int32 scalar: only the first `count` rows are sent to their places; None: all M rows.
     groups: the tiles of this device's own result. In each group's last tile, the rows that nobody
       fills become zero, with the tag -1. None: no row becomes zero.
-    mailboxes: those by which the kernel's devices meet (`meeting`); None: it opens its own, which
-      takes an all-gather of two numbers.
+    mailboxes: those by which the kernel's devices meet (`meeting`); None: the call opens its own,
+      which takes an all-gather of two numbers.
     blocks: thread blocks of the kernel.
 
   Returns:
@@ -82,7 +82,8 @@ def put_rows(
 def meeting(axis: str, blocks: int = kernel.BLOCKS) -> Mailboxes | None:
   """Mailboxes for several calls of `put_rows`, inside `jax.shard_map`; None without the kernel.
 
-  The calls must be of one pass, forward or backward: see `Mailboxes`.
+  No step of a scan may hand them to the next one, nor a forward to a backward pass: see
+  `Mailboxes`.
   """
   return open_mailboxes(axis, blocks) if runs_ptx() else None
 

@@ -25,6 +25,7 @@ counts tell.
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, ClassVar
 
 import jax
@@ -50,7 +51,7 @@ from scmoe.kernels.permute import (
   weigh_rows,
   zero_cotangents,
 )
-from scmoe.kernels.put import Mailboxes, meeting, put_rows, takes
+from scmoe.kernels.put import put_rows, takes
 from scmoe.moe.dispatch.dropless import Chunk, Dropless, Queues, make_window
 from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.barriers import barrier
@@ -112,19 +113,23 @@ class Put(Dropless):
 
 
 def check_put(exchange: Exchange) -> None:
-  """Refuses the put transport where devices cannot write to each other's memory.
+  """Refuses the put transport where the kernel cannot write to other devices' memory.
 
-  On a CPU collectives stand for the kernel, so that the transport can be tried there.
+  Whether GPUs of one host reach each other's memory is not asked, except that
+  `NCCL_P2P_DISABLE=1` says that they should not. On a CPU collectives stand for the kernel, so that
+  the transport can be tried there.
 
   Raises:
-    ConfigError: the GPUs are not of the Hopper generation, several processes drive them, or
-      `dispatch.nodes` is larger than 1.
+    ConfigError: the GPUs are not of the Hopper generation, several processes drive them,
+      `NCCL_P2P_DISABLE` is set, or `dispatch.nodes` is larger than 1.
   """
   device, why = jax.devices()[0], ""
   if device.platform != "cpu" and not runs_ptx():
     why = f"is for Hopper GPUs (compute capability 9.0), got {device.device_kind}"
   elif device.platform != "cpu" and jax.process_count() > 1:
     why = f"is for GPUs that one process drives, got {jax.process_count()} processes"
+  elif device.platform != "cpu" and os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+    why = "writes into the other GPUs' memory, which NCCL_P2P_DISABLE forbids"
   elif exchange.nodes > 1:
     why = f"works within one host, got dispatch.nodes={exchange.nodes}"
   if why:
@@ -150,8 +155,6 @@ class _Plan:
     place_TK: int32, the place of each choice; W·R for a choice that is not in the chunk.
     place_S: int32, the place of each slot; W·R for an empty slot.
     groups: the tiles of this device's experts.
-    mailboxes: those by which the kernel's devices meet in the forward pass; None without the kernel
-      and in the backward pass, where each call opens its own (see `Mailboxes`).
     axis, ranks: the mesh axis, and W, the number of its ranks; static.
   """
 
@@ -159,18 +162,8 @@ class _Plan:
   place_TK: Array
   place_S: Array
   groups: GroupLayout
-  mailboxes: Mailboxes | None
   axis: str = dataclasses.field(metadata={"static": True})
   ranks: int = dataclasses.field(metadata={"static": True})
-
-  @property
-  def to(self) -> dict[str, Any]:
-    """The arguments of `put_rows` that all calls of this plan have in common."""
-    return {"axis": self.axis, "mailboxes": self.mailboxes}
-
-  def backward(self) -> _Plan:
-    """The plan as a backward pass needs it."""
-    return dataclasses.replace(self, mailboxes=None)
 
   @property
   def slots(self) -> int:
@@ -219,7 +212,7 @@ def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, s
   place_TK = jnp.where(inside_TK, place_TK, ranks * groups.num_rows)
   place_S = place_TK.reshape(-1)[jnp.maximum(window.copy_R, 0)]
   place_S = jnp.where(window.copy_R < 0, ranks * groups.num_rows, place_S)
-  return _Plan(window, place_TK, place_S, groups, meeting(exchange.axis), exchange.axis, ranks)
+  return _Plan(window, place_TK, place_S, groups, exchange.axis, ranks)
 
 
 def _check_rows(x_TD: Array, plan: _Plan) -> None:
@@ -238,20 +231,20 @@ def _check_rows(x_TD: Array, plan: _Plan) -> None:
 
 def _slots_to_tiles(slots_SD: Array, plan: _Plan, *, tagged: bool) -> tuple[Array, Array | None]:
   tag_S1 = plan.origin_S[:, None] if tagged else None
-  to = {"num_rows": plan.groups.num_rows, "groups": plan.groups, **plan.to}
+  to = {"num_rows": plan.groups.num_rows, "groups": plan.groups, "axis": plan.axis}
   return put_rows(slots_SD, plan.place_S[:, None], tag_MK=tag_S1, **to)
 
 
 def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
   # `origin_R` may hold anything in the rows after the used tiles.
   used = plan.groups.num_tiles[0] * plan.groups.tile
-  return put_rows(rows_RD, origin_R[:, None], num_rows=plan.slots, count=used, **plan.to)[0]
+  return put_rows(rows_RD, origin_R[:, None], num_rows=plan.slots, count=used, axis=plan.axis)[0]
 
 
 @jax.custom_vjp
 def _put_tokens(x_TD: Array, plan: _Plan) -> tuple[Array, Array]:
   """Puts each token to the places of its choices in this chunk; returns what `_put_slots` does."""
-  to = {"num_rows": plan.groups.num_rows, "groups": plan.groups, **plan.to}
+  to = {"num_rows": plan.groups.num_rows, "groups": plan.groups, "axis": plan.axis}
   rows_RD, origin_R = put_rows(x_TD, plan.place_TK, tag_MK=plan.origin_TK, **to)
   assert origin_R is not None
   return rows_RD, origin_R
@@ -259,7 +252,7 @@ def _put_tokens(x_TD: Array, plan: _Plan) -> tuple[Array, Array]:
 
 def _put_tokens_fwd(x_TD, plan):
   rows_RD, origin_R = _put_tokens(x_TD, plan)
-  return (rows_RD, origin_R), (origin_R, plan.backward())
+  return (rows_RD, origin_R), (origin_R, plan)
 
 
 def _put_tokens_bwd(residuals, bars):
@@ -286,7 +279,7 @@ def _put_slots(slots_SD: Array, plan: _Plan) -> tuple[Array, Array]:
 
 def _put_slots_fwd(slots_SD, plan):
   rows_RD, origin_R = _put_slots(slots_SD, plan)
-  return (rows_RD, origin_R), (origin_R, plan.backward())
+  return (rows_RD, origin_R), (origin_R, plan)
 
 
 def _put_slots_bwd(residuals, bars):
@@ -310,7 +303,7 @@ def _put_back(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
 
 
 def _put_back_fwd(rows_RD, origin_R, plan):
-  return _put_back(rows_RD, origin_R, plan), (origin_R, plan.backward())
+  return _put_back(rows_RD, origin_R, plan), (origin_R, plan)
 
 
 def _put_back_bwd(residuals, bar_SD):

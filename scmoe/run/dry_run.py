@@ -153,13 +153,14 @@ class _Planned(NamedTuple):
     A put is no collective that a jaxpr would show, so rows that are put count as those of
     `dropless`: with the empty places of its buffers, up to `dispatch.slack` times what travels.
     """
-    run = self.sharing.run
+    run, graph = self.sharing.run, self.graph
     if run.mesh.size == 1:
       return traffic.Sent()
     if run.dispatch.transport == "put":
       dispatch = dataclasses.replace(run.dispatch, transport="dropless")
       run = dataclasses.replace(run, dispatch=dispatch)
-    return traffic.sent_in(_traced_step(run, self.mesh, self.graph, self.shapes), self.mesh.shape)
+      graph = build_model(run, self.mesh)[0]
+    return traffic.sent_in(_traced_step(run, self.mesh, graph, self.shapes), self.mesh.shape)
 
   @property
   def memory(self) -> Memory:

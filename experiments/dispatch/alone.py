@@ -133,7 +133,7 @@ def ragged(rows, mailboxes):
 
 
 def programs(p: Problem, blocks: int, args, mesh) -> dict:
-  """(arm, calls) -> (compiled chain, its arguments); what arrives there and back is checked."""
+  """Chain -> (compiled chain, its arguments); what arrives there and back is checked."""
   options = OverlapConfig().compiler_options(gpu=jax.default_backend() == "gpu")
   place_on = lambda a: jax.device_put(a, NamedSharding(mesh, BATCH))
   flat = lambda a: place_on(jnp.asarray(a.reshape(-1, *a.shape[2:])))
@@ -176,12 +176,13 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
     "put back": (functools.partial(put_back, **by_puts), (tags, rows, used)),
     "ragged": (ragged, (packed,)),
   }
-  chained = lambda arm, given, calls: compiled(functools.partial(chain, arm, calls), len(given))
-  return {
-    (name, calls): (chained(*arms[name], calls), arms[name][1])
-    for name in args.arms.split(",")
-    for calls in (args.calls, LONGER * args.calls)
-  }
+  found = {}
+  for name in args.arms.split(","):
+    arm, given = arms[name]
+    for calls in (args.calls, LONGER * args.calls):
+      stage = compiled(functools.partial(chain, arm, calls), len(given))
+      found[f"{name}, {calls} calls"] = stage, given
+  return found
 
 
 def main() -> None:
@@ -209,7 +210,8 @@ def main() -> None:
       arms = {name: repeated(stage, *given) for name, (stage, given) in found.items()}
       timings = interleave(arms, rounds=args.rounds, calls=1)
       for name in args.arms.split(","):
-        short, long = (timings[name, args.calls * n].median for n in (1, LONGER))
+        chains = [f"{name}, {n * args.calls} calls" for n in (1, LONGER)]
+        short, long = (timings[chain].median for chain in chains)
         seconds = (long - short) / args.calls / (LONGER - 1)
         start = short - args.calls * seconds
         # The dense exchange sends equal parts.

@@ -635,6 +635,31 @@ def test_a_rank_that_few_tokens_reach_has_room_for_few():
   assert sent_in(program_of("per_rank", **{**cut, "ablation": silent}))[0] == []
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_silent_puts_bring_a_device_all_rows_that_it_would_send(chunks):
+  """Four devices with two experts each; expert g of eight becomes the device's own expert g % 2."""
+  mesh, choices_of_all = make_mesh(MeshConfig(data=1, expert=4)), choices("zipf", 8)
+
+  def local(x, weight, expert):
+    probs = jnp.zeros((x.shape[0], 8))
+    exchange = Exchange("expert", 4, silent=True)
+    way = Put(exchange, slack=4.0, chunks=chunks, longest=2 * x.shape[0])
+    sent = way.dispatch(x, make_routing(expert, weight, probs, probs), None)
+    # Row r of the tiles belongs to expert groups[r]: it adds 100 times that number to the row.
+    rows = tuple(
+      rows + 100.0 * jnp.repeat(layout.tiles.tile_group_I, layout.tiles.tile)[:, None]
+      for rows, layout in zip(sent.rows, sent.layouts)
+    )
+    return way.combine(dataclasses.replace(sent, rows=rows))
+
+  x, weight, _, expert, _ = problem("zipf", 8)
+  rows = P(BATCH_AXES)
+  y = jax.jit(manual(local, mesh, (rows,) * 3, rows))(x, weight, expert)
+  own = 100.0 * (choices_of_all % 2)[:, :, None] + np.asarray(x)[:, None]
+  want = (np.asarray(weight)[:, :, None] * own).sum(1)
+  np.testing.assert_allclose(y, want, rtol=1e-5)
+
+
 def test_one_device_exchanges_nothing_per_rank():
   config = DispatchConfig("per_rank")
   assert make_transport(config, tokens=16, num_experts=4, k=2) == Local()

@@ -65,14 +65,16 @@ class Mailboxes(NamedTuple):
     return self.own.shape[0] * _WORD // BYTES
 
 
-def open_mailboxes(axis: str, blocks: int) -> Mailboxes:
+def open_mailboxes(axis: str | None, blocks: int) -> Mailboxes:
   """Opens a mailbox on every device of a mesh axis, inside `jax.shard_map`; on Hopper GPUs alone.
 
   Args:
-    axis: the mesh axis; all its devices belong to this process.
+    axis: the mesh axis; all its devices belong to this process. None: this device meets nobody.
     blocks: the most thread blocks of a kernel that meets by them.
   """
   own, address = _opened(blocks)
+  if axis is None:
+    return Mailboxes(own, address[None], jnp.zeros((1,), jnp.int32))
   with jax.named_scope("counts"):
     address_W2 = lax.all_gather(address, axis)
   return Mailboxes(own, address_W2, lax.axis_index(axis).astype(jnp.int32)[None])

@@ -29,7 +29,7 @@ def put_rows(
   place_MK: jax.Array,
   *,
   num_rows: int,
-  axis: str,
+  axis: str | None,
   tag_MK: jax.Array | None = None,
   count: jax.Array | None = None,
   groups: GroupLayout | None = None,
@@ -46,7 +46,7 @@ def put_rows(
     x_MD: this device's rows. For the kernel the bytes of a row, K and W are such as it `takes`.
     place_MK: int32, the place of each copy; a number outside [0, W·R) is no place.
     num_rows: R.
-    axis: the mesh axis.
+    axis: the mesh axis; None: this device alone, W = 1, so that a place is a row of its own result.
     tag_MK: int32, a number that arrives beside each copy; None: no numbers are sent.
     count: int32 scalar: only the first `count` rows are sent to their places; None: all M rows.
     groups: the tiles of this device's own result. In each group's last tile, the rows that nobody
@@ -79,7 +79,7 @@ def put_rows(
   )
 
 
-def meeting(axis: str, blocks: int = kernel.BLOCKS) -> Mailboxes | None:
+def meeting(axis: str | None, blocks: int = kernel.BLOCKS) -> Mailboxes | None:
   """Mailboxes for several calls of `put_rows`, inside `jax.shard_map`; None without the kernel.
 
   No step of a scan may hand them to the next one, nor a forward to a backward pass: see
@@ -88,7 +88,7 @@ def meeting(axis: str, blocks: int = kernel.BLOCKS) -> Mailboxes | None:
   return open_mailboxes(axis, blocks) if runs_ptx() else None
 
 
-def _collected(x_MD, place_MK, tag_MK, count, groups: GroupLayout | None, num_rows: int, axis: str):
+def _collected(x_MD, place_MK, tag_MK, count, groups: GroupLayout | None, num_rows: int, axis):
   """`put_rows` by all-gathers.
 
   Rows that the kernel would leave unwritten become NaN (0 in an integer type), and their tags -2,
@@ -96,11 +96,12 @@ def _collected(x_MD, place_MK, tag_MK, count, groups: GroupLayout | None, num_ro
   """
   counted_M1 = (jnp.arange(x_MD.shape[0], dtype=jnp.int32) < count)[:, None]
   place_MK = jnp.where(counted_M1, place_MK, -1)
-  place_WMK = lax.all_gather(place_MK, axis)
-  row_WMK = place_WMK - lax.axis_index(axis) * num_rows
+  gathered = (lambda a: a[None]) if axis is None else lambda a: lax.all_gather(a, axis)
+  place_WMK = gathered(place_MK)
+  row_WMK = place_WMK - (0 if axis is None else lax.axis_index(axis)) * num_rows
   mine_WMK = (row_WMK >= 0) & (row_WMK < num_rows)
   row_N = jnp.where(mine_WMK, row_WMK, num_rows).reshape(-1)
-  x_WMD = lax.all_gather(x_MD, axis)
+  x_WMD = gathered(x_MD)
   x_ND = jnp.broadcast_to(x_WMD[:, :, None], (*place_WMK.shape, x_MD.shape[1]))
   unwritten = jnp.nan if jnp.issubdtype(x_MD.dtype, jnp.floating) else 0
   rows_RD = jnp.full((num_rows, x_MD.shape[1]), unwritten, x_MD.dtype)
@@ -111,7 +112,7 @@ def _collected(x_MD, place_MK, tag_MK, count, groups: GroupLayout | None, num_ro
     tag_R = None if tag_R is None else jnp.where(padding_R, -1, tag_R)
   rows_RD = rows_RD.at[row_N].set(x_ND.reshape(-1, x_MD.shape[1]), mode="drop")
   if tag_MK is not None and tag_R is not None:
-    tag_R = tag_R.at[row_N].set(lax.all_gather(tag_MK, axis).reshape(-1), mode="drop")
+    tag_R = tag_R.at[row_N].set(gathered(tag_MK).reshape(-1), mode="drop")
   return rows_RD, tag_R
 
 

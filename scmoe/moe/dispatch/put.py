@@ -155,14 +155,16 @@ class _Plan:
     place_TK: int32, the place of each choice; W·R for a choice that is not in the chunk.
     place_S: int32, the place of each slot; W·R for an empty slot.
     groups: the tiles of this device's experts.
-    axis, ranks: the mesh axis, and W, the number of its ranks; static.
+    axis, ranks: the mesh axis, and W, the number of its ranks; static. In the ablation `silent`
+      they are None and 1: this device puts all its rows into its own tiles, and its slots are the
+      only ones.
   """
 
   window: Permutation
   place_TK: Array
   place_S: Array
   groups: GroupLayout
-  axis: str = dataclasses.field(metadata={"static": True})
+  axis: str | None = dataclasses.field(metadata={"static": True})
   ranks: int = dataclasses.field(metadata={"static": True})
 
   @property
@@ -171,27 +173,38 @@ class _Plan:
     return self.place_S.shape[0]
 
   @property
+  def first_origin(self) -> Any:
+    """The origin of this device's first slot: rank · S."""
+    return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.slots
+
+  @property
   def origin_S(self) -> Array:
     """int32 [S], the number of each slot of this device among the slots of all: rank · S + slot."""
-    return jax.lax.axis_index(self.axis) * self.slots + jnp.arange(self.slots, dtype=jnp.int32)
+    return self.first_origin + jnp.arange(self.slots, dtype=jnp.int32)
 
   @property
   def origin_TK(self) -> Array:
     """int32, the origin of each choice; arbitrary for a choice that is not in the chunk."""
-    return jax.lax.axis_index(self.axis) * self.slots + self.window.row_TK
+    return self.first_origin + self.window.row_TK
 
 
 def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, size: int) -> _Plan:
-  """The plan for positions [low, low + size) of every queue, from the counts of all ranks."""
+  """The plan for positions [low, low + size) of every queue, from the counts of all ranks.
+
+  In the ablation `silent` this device is the only receiver, and its own queues stand for those
+  that all ranks have for it: as many rows go into the tiles as in a balanced exchange.
+  """
   assert exchange.axis is not None
-  counts_WWe = queues.counts_WWe
+  counts_WWe, me = queues.counts_WWe, jax.lax.axis_index(exchange.axis)
   ranks, _, experts = counts_WWe.shape
-  me = jax.lax.axis_index(exchange.axis)
   window = make_window(queues, low, size)
   tile = KERNEL_ROW_TILE if runs_ptx() else choose_tile(ranks * size, experts)
   # Dimensions: source rank, receiving rank, expert of the receiving rank. `start` and `end` say
   # where the expert's rows begin and end in the window [low, low + size) of the source's queue for
   # the receiving rank.
+  if exchange.silent:
+    counts_WWe = counts_WWe[me][:, None]
+  receivers, receiver = counts_WWe.shape[1], 0 if exchange.silent else me
   clip = lambda a: jnp.clip(a - low, 0, size)
   end_WWe = jnp.cumsum(counts_WWe, 2)
   start_WWe, end_WWe = clip(end_WWe - counts_WWe), clip(end_WWe)
@@ -201,18 +214,20 @@ def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, s
   first_We = (
     jnp.cumsum(tiles_We, 1) - tiles_We
   ) * tile  # the first row of each expert in its rank's tiles
-  groups = make_layout(sizes_We[me], ranks * size, tile)
+  groups = make_layout(sizes_We[receiver], ranks * size, tile)
   # An expert's tiles hold the rows of lower source ranks first, and each source's rows in the order
   # of its queue.
-  earlier_We = (jnp.cumsum(inside_WWe, 0) - inside_WWe)[me]
-  rank_W1 = jnp.arange(ranks, dtype=jnp.int32)[:, None]
-  base_We = rank_W1 * groups.num_rows + first_We + earlier_We - start_WWe[me]
+  behind_WWe = jnp.cumsum(inside_WWe, 0) - inside_WWe - start_WWe
+  behind_We = behind_WWe[:, 0] if exchange.silent else behind_WWe[me]
+  receiver_W1 = jnp.arange(receivers, dtype=jnp.int32)[:, None]
+  base_We = receiver_W1 * groups.num_rows + first_We + behind_We
+  nowhere = receivers * groups.num_rows
   place_TK = base_We.reshape(-1)[expert_TK] + queues.rank_TK - low
-  inside_TK = window.row_TK < ranks * size
-  place_TK = jnp.where(inside_TK, place_TK, ranks * groups.num_rows)
+  place_TK = jnp.where(window.row_TK < ranks * size, place_TK, nowhere)
   place_S = place_TK.reshape(-1)[jnp.maximum(window.copy_R, 0)]
-  place_S = jnp.where(window.copy_R < 0, ranks * groups.num_rows, place_S)
-  return _Plan(window, place_TK, place_S, groups, exchange.axis, ranks)
+  place_S = jnp.where(window.copy_R < 0, nowhere, place_S)
+  axis = None if exchange.silent else exchange.axis
+  return _Plan(window, place_TK, place_S, groups, axis, receivers)
 
 
 def _check_rows(x_TD: Array, plan: _Plan) -> None:

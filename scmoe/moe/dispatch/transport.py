@@ -113,8 +113,7 @@ def make_transport(
   A call must not drop choices in three cases: `no_drop` is set; its capacity factor is 0; or
   `dispatch.transport` is `dropless`, `per_rank` or `put` and the argument `capacity_factor` is
   None. Without an exchange it then gets `Local`; with one it gets `PerRank` if the option is
-  `per_rank`, `Put` if it is `put` (`Dropless` if `no_drop` is set, and in the ablation `silent`),
-  else `Dropless`. Other
+  `per_rank`, `Put` if it is `put` (`Dropless` if `no_drop` is set), else `Dropless`. Other
   calls get `Packed` if the option is `packed`. They also get it without an exchange, where no
   buffer needs a fixed size, unless the experts take buffers of equal size. The rest get `Capacity`.
 
@@ -196,7 +195,7 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
   if lossless and exchange.size == 1:
     return Local()
   # Puts were not tried in programs without gradients, and a batch to decode has few rows.
-  if lossless and config.transport == "put" and not (exchange.silent or no_drop):
+  if lossless and config.transport == "put" and not no_drop:
     check_put(exchange)
     return Put(exchange, config.slack, config.chunks, order, first_round=first)
   if lossless:

@@ -208,7 +208,8 @@ def shared_out(jobs: int, processes: int) -> list[dict[str, str]]:
   With more jobs than GPUs, several jobs share a GPU, as evenly as it goes, and each of them may
   allocate an equal part of 90 % of its memory. Example: five jobs on two GPUs are three on the
   first, which may allocate 30 % each, and two on the second, with the same 30 %. A share that the
-  user has set by one of the variables `MEMORY` stays as it is.
+  user has set by one of the variables `MEMORY` stays as it is. With fewer jobs than GPUs each gets
+  as many whole GPUs as all jobs can have, and the rest stay idle.
 
   Args:
     jobs: processes at the same time.
@@ -268,7 +269,7 @@ def is_done(run: Run) -> bool:
 
 
 class Watch:
-  """Says which runs of `train_all` begin, is told how each ended, and ends them all at a time.
+  """Says which runs of `train_all` begin, and when all have to end; is told how each ended.
 
   This one begins every run and sets no time; a caller with a time limit has one of its own.
 
@@ -316,14 +317,15 @@ def train_all(
   watch = watch or Watch()
   waiting, free, training = list(runs), list(environments), []
   put_off: list[Run] = []  # in the order of `runs`, before those that wait
+  announced: set[Path] = set()
   with _Stop() as stop:
     while (waiting and not stop.requested) or training:
       late = time.monotonic() >= watch.until
       if late:
         waiting, put_off = [], [*put_off, *waiting]
         stop.end_all()
-      while waiting and free and not stop.requested:
-        run = waiting.pop(0)
+      while free and not stop.requested and (run := _next(waiting, announced)) is not None:
+        waiting.remove(run)
         if not watch.may_begin(run):
           put_off.append(run)
           continue
@@ -331,6 +333,8 @@ def train_all(
         place = f"[{number}/{len(runs)}] {run.title or run.folder.name}"
         training.append(_Training(run, free.pop(0), extra, place))
         stop.processes = [one.process for one in training]
+        if stop.requested:  # before `stop` knew the process
+          stop.end_all()
       for ended in [one for one in training if one.process.poll() is not None]:
         ended.note_end()
         training.remove(ended)
@@ -346,6 +350,21 @@ def train_all(
     watch.left(put_off)
 
 
+def _next(waiting: Sequence[Run], announced: set[Path]) -> Run | None:
+  """The first run in whose folders no other process trains; None if there is none.
+
+  Another process is, for example, a run of a sweep that was killed. For each run that waits for one
+  a line is printed, once: `announced` has their folders.
+  """
+  for run in waiting:
+    if not any(owner_lives(one.folder / LOCK) for one in run.all):
+      return run
+    if run.folder not in announced:
+      say(f"{run.title or run.folder.name}: is being trained by another process; waiting for it")
+    announced.add(run.folder)
+  return None
+
+
 class _Training:
   """The process that trains a run."""
 
@@ -354,7 +373,6 @@ class _Training:
     self.began = time.monotonic()
     for one in run.all:
       folder = prepare_workdir(one.folder)
-      _wait_for_owner(folder, place)
       (folder / EXIT).unlink(missing_ok=True)
       try:
         write_whole(folder / ASKED, to_json(one.config).encode())
@@ -444,16 +462,6 @@ class _Stop:
       # The terminal sends Ctrl-C to the runs too; a second SIGINT would end them without saving.
       if process.poll() is None and number != signal.SIGINT:
         process.terminate()
-
-
-def _wait_for_owner(folder: Path, place: str) -> None:
-  """Waits while another process trains in the folder, e.g. a run of a sweep that was killed."""
-  announced = False
-  while owner_lives(folder / LOCK):
-    if not announced:
-      say(f"{place}: is being trained by another process; waiting for it")
-    announced = True
-    time.sleep(POLL_SECONDS)
 
 
 def _last_words(log: Path) -> str:

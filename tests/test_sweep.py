@@ -224,6 +224,35 @@ def test_killed_in_the_middle_it_goes_on(fake):
   assert all(read_run(run).done for run in folder.glob("learning*"))
 
 
+def test_a_run_that_another_process_trains_holds_up_no_other(fake, monkeypatch, capsys):
+  runs = sweep.planned(RunConfig(), [], 3, Path("w"))
+  busy = runs[0].folder / sweep.LOCK
+
+  def owned(path):
+    return path == busy and not read_run(runs[2].folder).done
+
+  monkeypatch.setattr(sweep, "owner_lives", owned)
+  sweep.train_all(runs, [{}], [])
+  assert all(read_run(run.folder).done for run in runs)
+  lines = capsys.readouterr().out.splitlines()
+  assert sum("is being trained by another process" in line for line in lines) == 1
+  begun = [line.split()[1] for line in lines if line.endswith(": training")]
+  assert [word.rstrip(":") for word in begun] == [runs[n].folder.name for n in (1, 2, 0)]
+
+
+def test_a_sweep_that_waits_for_another_process_can_be_stopped(fake, monkeypatch):
+  runs = sweep.planned(RunConfig(), [], 1, Path("w"))
+
+  def owned(path):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+  monkeypatch.setattr(sweep, "owner_lives", owned)
+  with pytest.raises(Preempted):
+    sweep.train_all(runs, [{}], [])
+  assert starts(runs[0].folder) == []
+
+
 @pytest.mark.nightly  # by day the same sweep starts runs that train nothing
 def test_a_real_sweep(tmp_path):
   """Two runs of the smallest configuration: one trains, one has too little text for its batch."""

@@ -123,6 +123,27 @@ def test_a_study_in_pieces(fake, capsys, monkeypatch):
     table.study.call(table.DESIGN, [*argv, "--only=top9"])
 
 
+def test_a_plan_is_registered_before_its_runs_and_made_afresh(fake, capsys, monkeypatch):
+  monkeypatch.chdir(fake)
+  table = load("table4")
+  argv = ["--scale=smoke", f"--out={fake / 'r'}", "--config.data.source=stdlib"]
+  study = table.study.call(table.DESIGN, [*argv, "--register"])
+  assert f"registered: {fake / 'r' / 'plan-smoke.json'}" in capsys.readouterr().out
+  assert read_plan(fake / "r/plan-smoke.json") == study.plan
+  assert not study.done
+  first = table.study.call(table.DESIGN, argv)
+  assert set(first.done) == set(first.plan.runs)
+  # Trained again, in folders of their own; a second call finds their results.
+  again = [argv[0], "--afresh", argv[2]]
+  for _ in range(2):
+    second = table.study.call(table.DESIGN, [*again, f"--out={fake / 'again'}"])
+    assert set(second.done) == set(first.done)
+    starts = fake / "runs/quality/table4/smoke-afresh/starts"
+    assert len(starts.read_text().splitlines()) == len(first.done)
+  with pytest.raises(ConfigError, match="--afresh needs a folder for the new results; give --out"):
+    table.study.call(table.DESIGN, again)
+
+
 def test_runs_on_another_text_are_refused_before_they_train(fake, monkeypatch):
   table = load("table1_3_language")
   monkeypatch.setattr(sweep, "visible_gpus", list)
@@ -200,7 +221,7 @@ def test_a_plan_holds_wherever_the_data_lie(fake, monkeypatch):
   assert plan.config["data"]["path"] == "data/cifar10"
   plan.write(fake / "vision/results")
   values = {"scale": "gpu", "workdir": str(fake / "w"), "out": "", "only": "top1",
-            "dry_run": True, "table": False}  # fmt: skip
+            "afresh": False, "dry_run": True, "table": False}  # fmt: skip
   one = table.study.asked(design, values, [("data.path", "/elsewhere")])
   assert one.plan == plan
   (run, _), *_ = table.study.queue_of([one])

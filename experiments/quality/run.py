@@ -9,7 +9,8 @@ seed 1; a free GPU takes the next. A run that two studies share is trained once.
 finished runs read another text than the one here is left out, and a line says so. --limit_seconds
 is that of the whole call; what it cuts off goes on in the next call. Without it a call on a CPU
 ends after 14 minutes times the number of studies. The other flags are those of a study's own
-run.py, without --only and --workdir; --out=FOLDER gives each study a folder, FOLDER/STUDY/results.
+run.py, without --only, --workdir and --register; --out=FOLDER gives each study a folder,
+FOLDER/STUDY/results.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ STUDIES = (
   "table1_3_language",
 )
 # Flags that name variants or folders of one study.
-_OF_ONE = ("only", "workdir")
+_OF_ONE = ("only", "workdir", "register")
 FLAGS = (
   *(flag for flag in study.FLAGS if flag.name not in _OF_ONE),
   Flag("studies", str, ",".join(STUDIES), "studies to train in this call, joined by commas"),

@@ -1,8 +1,9 @@
 """Runs a study in pieces: variants x seeds, each a process of `python -m scmoe.train`.
 
   python experiments/quality/TABLE/run.py --scale cpu
-  python experiments/quality/TABLE/run.py --scale gpu --limit_seconds 570 --out "$OUT"
-  python experiments/quality/TABLE/run.py --scale gpu --only top2 --config.data.source=stdlib
+  python experiments/quality/TABLE/run.py --scale cpu --afresh --out FOLDER
+  python experiments/quality/TABLE/run.py --scale gpu --limit_seconds 570 --out FOLDER
+  python experiments/quality/TABLE/run.py --scale gpu --only top2 --config.data.path=FOLDER
   python experiments/quality/TABLE/run.py --scale gpu --table
 
 A GPU trains one run at a time, and all GPUs of the machine train side by side; --jobs=12 on four
@@ -10,11 +11,13 @@ GPUs trains three runs at a time on each. A CPU trains one run after the other. 
 the seeds of a variant in one process, by one compiled program: it saves starts and compilations,
 and on a GPU it can be slower (experiments/seeds).
 
-Runs whose result lies in results/runs/ are not trained again. A run begins if, at the pace of the
+Runs whose result lies in results/runs/ are not trained again, unless --afresh leaves aside all
+results but those of --out. A run begins if, at the pace of the
 run of its size that ended last, it ends before the limit; it is asked for again whenever another
 ends. What the limit cuts off saves, and goes on from there if the same command finds its folder
 again. The first call at a scale registers the plan, with the fields of the configuration that it
-was given, in results/plan-SCALE.json; later calls follow that file, wherever their data lie.
+was given, in results/plan-SCALE.json; later calls follow that file, wherever their data lie. With
+--register a call does only that, so that the plan can be committed before the first run.
 """
 
 from __future__ import annotations
@@ -73,12 +76,16 @@ _CUT = (75, -15, -2)  # exit codes of a run that was told to stop
 FLAGS = (
   Flag("scale", str, "", "smoke, cpu or gpu: the sizes of the runs", required=True),
   Flag("only", str, "", "variants to train in this call, joined by commas; all if not given"),
-  Flag("limit_seconds", float, -1.0, "time of the call; 0: none; as given by the scale if not set"),
+  Flag(
+    "limit_seconds", float, -1.0, "time of the call; 0: none; if not set 840 on a CPU, else none"
+  ),
   Flag("jobs", int, 0, "runs side by side, also several on a GPU; 0: one a GPU or CPU"),
   Flag("together", bool, False, "train the seeds of a variant side by side in one program"),
   Flag("out", str, "", "folder for plan and results of this call; the study's results/ if not set"),
   Flag("workdir", str, "", "folder of the runs' folders; runs/quality/TABLE/SCALE if not set"),
   Flag("commit", str, "", "commit to note where the code is no checkout, e.g. on a GPU machine"),
+  Flag("register", bool, False, "write the plan, then stop"),
+  Flag("afresh", bool, False, "leave aside results that are there, except in --out"),
   Flag("keep", bool, False, "keep the checkpoints of runs that are done"),
   Flag("dry_run", bool, False, "print the runs, then stop"),
   Flag("table", bool, False, "print the table of the results that are there, train nothing"),
@@ -247,6 +254,10 @@ def call(design: Design, argv: list[str]) -> Study:
   if values["dry_run"]:
     print("\n".join(f"{variant} seed {seed}" for variant, seed in one.runs.values()))
     return one.study
+  if values["register"]:
+    one.register()
+    say(f"registered: {one.out / one.plan.file}")
+    return one.study
   try:
     train([one], values, command)
   finally:
@@ -285,6 +296,15 @@ class Asked:
     missing = [key for key in plan.runs if key not in done and key[0] in wanted]
     self.runs = {workdir / f"{variant}_seed-{seed}": (variant, seed) for variant, seed in missing}
 
+  def register(self) -> None:
+    """Writes the plan into the folder of the results.
+
+    Raises:
+      StorageError: the folder cannot be written.
+    """
+    prepare_workdir(self.out / "runs")
+    self.plan.write(self.out)
+
   @property
   def study(self) -> Study:
     """The study with all results that there are by now."""
@@ -310,16 +330,20 @@ def asked(
     beside: folders with results of other studies, in addition to those of this repository.
 
   Raises:
-    ConfigError: a field or a variant cannot be used, or the plan is registered otherwise.
+    ConfigError: a field or a variant cannot be used, the plan is registered otherwise, or
+      --afresh has no --out.
     OtherText: finished runs of this study read other data than these.
     DataError: the data cannot be read.
   """
-  scale, results = values["scale"], design.folder / "results"
-  workdir = Path(values["workdir"] or f"runs/quality/{design.folder.name}/{scale}")
+  scale, results, afresh = values["scale"], design.folder / "results", values["afresh"]
+  if afresh and not values["out"]:
+    raise ConfigError("--afresh needs a folder for the new results; give --out=FOLDER")
+  kind = f"{scale}-afresh" if afresh else scale
+  workdir = Path(values["workdir"] or f"runs/quality/{design.folder.name}/{kind}")
   # Nothing that a smoke run finds belongs among the results.
   out = Path(values["out"] or (workdir / "results" if scale == "smoke" else results))
   plan = registered(design, scale, given, [out, results])
-  folders = [*runs_of_all(design.folder.parent), *beside, out / "runs"]
+  folders = [*([] if afresh else runs_of_all(design.folder.parent)), *beside, out / "runs"]
   known = read_results(dict.fromkeys(folders), scale)
   wanted = _variants(plan, values["only"])
   path = dict(given).get("data.path", "")
@@ -367,8 +391,7 @@ def train(many: Sequence[Asked], values: Mapping[str, Any], command: str) -> Non
   pace: dict[Any, float] = {}
   for one in many:
     if one.runs:
-      prepare_workdir(one.out / "runs")
-      one.plan.write(one.out)
+      one.register()
     watches[one.plan.study] = Pieces(
       one, limit, command, values["commit"], keep=values["keep"], pace=pace
     )

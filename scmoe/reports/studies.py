@@ -113,10 +113,15 @@ class Plan:
     text = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
+  @property
+  def file(self) -> str:
+    """The name of the plan's file: plan-SCALE.json."""
+    return f"plan-{self.scale}.json"
+
   def write(self, folder: Path) -> None:
-    """Writes plan-SCALE.json into a folder that exists."""
+    """Writes the plan's `file` into a folder that exists."""
     text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)  # the variants in order
-    write_whole(folder / f"plan-{self.scale}.json", f"{text}\n".encode())
+    write_whole(folder / self.file, f"{text}\n".encode())
 
 
 def read_plan(path: Path) -> Plan:

@@ -176,10 +176,10 @@ def profile(
   lines = [f"training step of {run.name}, {device}, {time.strftime('%Y-%m-%d')}"]
   if not gpu:
     lines.append(NO_GPU)
-  if clock and run.dispatch.transport == "put":
+  if clock and run.dispatch.kind is not None and not run.dispatch.kind.exchanges:
     lines.append(
-      "dispatch.transport=put: the clock's two other programs are left out, since puts are no "
-      "all-to-alls"
+      f"dispatch.transport={run.dispatch.transport}: the clock's two other programs are left out, "
+      "since its rows travel in no all-to-all"
     )
   figures: dict[str, Any] = {"device": device, "gpu": gpu}
   base, figures["arms"] = timings[names[0]], {}

@@ -2,9 +2,11 @@
 
   CUDA_MODULE_LOADING=EAGER python experiments/dispatch/alone.py --json OUT
 
-Every device has t tokens of D bf16 numbers with K choices each, t·K·D·2 bytes of rows; of W devices
-a row stays on its own with probability 1 / W, and what leaves are the *remote bytes*. Arms, in one
-run and in turns:
+Every device has t tokens of D bf16 numbers with K choices each, t·K·D·2 bytes of rows. Of W devices
+a row's expert is on the row's own with probability 1 / W; the bytes of the other rows are the
+*remote bytes*. CUDA loads a kernel before its first call (`CUDA_MODULE_LOADING=EAGER`), since its
+documentation warns of kernels that wait for one that is being loaded. Arms, in one run and in
+turns:
 
   all_to_all   the dense exchange of those rows, gathered already
   put          the kernel of dispatch.transport=put: rows from the tokens to the experts' tiles
@@ -15,8 +17,9 @@ A program has calls of an arm one after the other, `--calls` of them or five tim
 of a call is the difference of the two over the calls that the longer one has more; what the host
 needs to start a program is left out, and printed beside it. The devices meet by mailboxes that are
 opened once in a program. With `--loop` the calls are iterations of a loop, as for layers in a scan.
-Before anything is timed, the rows that arrive are compared with those of a loop in NumPy, and rows
-that go there and back nine times, their signs changed each time, with the first.
+Before anything is timed, the rows at all places, and the rows that come back, are compared with the
+tokens. Then rows go there and back nine times, their signs changed each time, and must equal the
+negated tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from run import write
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.kernels.grouped_matmul import make_layout
-from scmoe.kernels.put import meeting, put_rows
+from scmoe.kernels.put import put_rows, shared_mailboxes
 from scmoe.kernels.put.kernel import BLOCKS
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual
 from scmoe.profiling.timer import interleave, repeated
@@ -153,7 +156,7 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
   np.testing.assert_array_equal(np.asarray(slots), want)
 
   def nine_times(x, *rest):
-    to: dict[str, Any] = by_puts | {"mailboxes": meeting("expert", blocks)}
+    to: dict[str, Any] = by_puts | {"mailboxes": shared_mailboxes("expert", blocks)}
     turned = lambda x: -back(*there(x, *rest, **to), **to)[:: p.k]
     return jax.lax.fori_loop(0, 9, lambda _, x: turned(x), x)
 
@@ -161,7 +164,7 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
   np.testing.assert_array_equal(np.asarray(turned), -np.asarray(x))
 
   def chain(arm, calls, first, *rest):
-    mailboxes = meeting("expert", blocks)
+    mailboxes = shared_mailboxes("expert", blocks)
     if args.loop:
       step = lambda _, given: arm(given, *rest, mailboxes=mailboxes)
       return jax.lax.fori_loop(0, calls, step, first)

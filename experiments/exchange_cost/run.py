@@ -11,9 +11,10 @@ All send packed rows, in XLA's order, unless words follow: fields of the configu
 searched for. `--arm "NAME: WORDS"` adds an arm of its own fields, e.g.
 `--arm "chunks: model.wiring=scmoe_pos2 dispatch.chunks=2"`. `--only` leaves arms out, and
 `--controls` names the arms that get the other two programs; an arm with puts has no all-to-all, so
-that only the step without exchanges is timed beside it. `--kernels` traces every step after
-the timing and says where the paid time is: in bare transfers, or in slower kernels
-(where.py). Writes FOLDER/NAME.json and FOLDER/NAME.txt (--out, runs/exchange_cost by default).
+that only the step without exchanges is timed beside it. `--kernels` then traces each arm that has
+controls, and its step without exchanges, and says where the paid time is: in bare transfers, or in
+slower kernels (where.py). Writes FOLDER/NAME.json and FOLDER/NAME.txt (--out, runs/exchange_cost by
+default).
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def main() -> None:
     lines.append(own)
   result = {
     "machine": machine(""),
-    "command": " ".join(["python", *sys.argv]),
+    "command": shlex.join(["python", *sys.argv]),
     "fields": fields,
     "arms": {name: timing.as_json() for name, timing in timings.items()},
     "paid": {name: cost.as_json() for name, cost in paid.items()},

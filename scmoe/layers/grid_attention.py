@@ -36,7 +36,7 @@ class ValueConvolution(nnx.Module):
   """
 
   def __init__(self, config: AttentionConfig, *, side: int, kernel_side: int):
-    self.side, self.heads = side, config.num_heads // config.num_kv_heads
+    self.side, self.repeats = side, config.num_heads // config.num_kv_heads
     shape = (kernel_side, kernel_side, config.num_kv_heads, config.head_dim)
     self.taps = nnx.Param(jnp.zeros(shape), axes=(None, None, "kv_heads", None))
 
@@ -50,7 +50,7 @@ class ValueConvolution(nnx.Module):
       One row for each head of queries, as the attention's outputs have, in the type of the values.
     """
     y_BSKN: Any = convolved(v_BSKN, self.taps[...], self.side)
-    return y_BSKN if self.heads == 1 else jnp.repeat(y_BSKN, self.heads, 2)
+    return y_BSKN if self.repeats == 1 else jnp.repeat(y_BSKN, self.repeats, 2)
 
 
 class GridAttention(Attention):

@@ -23,8 +23,10 @@ from scmoe.run.config import RunConfig
 def without_exchanges(run: RunConfig) -> RunConfig:
   """The run with `dispatch.ablation.silent`: the same shapes and the same work, no row sent.
 
-  Every device's experts compute that device's own rows, as many for each expert as would have
-  arrived, since the counts still travel. The result is not the model's.
+  Every device's experts compute that device's own rows: as many for each expert as would have
+  arrived, since the counts still travel. With `dispatch.transport=put` they are the rows that the
+  device would have sent, those for expert e of any rank for its own expert e. The result is not the
+  model's.
   """
   ablation = dataclasses.replace(run.dispatch.ablation, silent=True)
   return dataclasses.replace(run, dispatch=dataclasses.replace(run.dispatch, ablation=ablation))

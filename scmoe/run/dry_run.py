@@ -146,9 +146,8 @@ class _Planned(NamedTuple):
   state: TrainState
   away: Away | None
 
-  @property
-  def sent(self) -> traffic.Sent:
-    """Traffic of one microbatch; traced each time that it is read.
+  def traced_traffic(self) -> traffic.Sent:
+    """Traffic of one microbatch, read off the step, which is traced for it.
 
     A put is no collective that a jaxpr would show, so rows that are put count as those of
     `dropless`: with the empty places of its buffers, up to `dispatch.slack` times what travels.
@@ -156,7 +155,7 @@ class _Planned(NamedTuple):
     run, graph = self.sharing.run, self.graph
     if run.mesh.size == 1:
       return traffic.Sent()
-    if run.dispatch.transport == "put":
+    if run.dispatch.kind is not None and not run.dispatch.kind.exchanges:
       dispatch = dataclasses.replace(run.dispatch, transport="dropless")
       run = dataclasses.replace(run, dispatch=dispatch)
       graph = build_model(run, self.mesh)[0]
@@ -209,7 +208,7 @@ def _in_halves(run: RunConfig) -> bool:
 def dry_run(run: RunConfig) -> DryRun:
   """Sizes, memory, traffic and FLOPs of a resolved configuration, on any mesh."""
   plan = _planned(run)
-  sent = plan.sent
+  sent = plan.traced_traffic()
   memory = dataclasses.replace(
     plan.memory, activations=_activation_bytes(run), exchange=4 * sent.largest
   )
@@ -228,7 +227,7 @@ def dry_run(run: RunConfig) -> DryRun:
 def step_work(run: RunConfig) -> StepWork:
   """The computation, traffic and memory of a resolved run's step, for its predicted time."""
   plan = _planned(run)
-  return _work(plan, plan.sent)
+  return _work(plan, plan.traced_traffic())
 
 
 def state_memory(run: RunConfig) -> Memory:

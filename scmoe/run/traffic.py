@@ -20,7 +20,8 @@ class Traffic:
   """Bytes that each device sends in one optimizer step.
 
   Attributes:
-    exchanges: number of all-to-alls of rows, forward and backward, over all microbatches.
+    exchanges: number of all-to-alls over the expert axis, forward and backward, over all
+      microbatches: of rows, and with `dispatch.transport=per_rank` of their choices.
     all_to_all: what leaves the device in them.
     gradients: ring all-reduce of the gradients of replicated parameters; their reduce-scatter
       where data ranks share the state.
@@ -47,7 +48,8 @@ class Sent:
   """Traffic that leaves a device in the forward and backward pass of one microbatch.
 
   Attributes:
-    exchanges: number of all-to-alls of rows, to experts and back.
+    exchanges: number of all-to-alls over the expert axis: of rows, to experts and back, and with
+      `dispatch.transport=per_rank` of their choices.
     all_to_all: bytes that leave the device in them. An all-to-all of W devices divides a buffer
       into W parts, of which one stays on the device.
     sequence: bytes that leave the device for those with other tokens of the same rows.

@@ -28,8 +28,8 @@ from scmoe.parallel.collectives import gathered
 from scmoe.parallel.gradients import axes_of
 from scmoe.parallel.mesh import own_share
 
-# Parameters of more elements are no part of a batch: joining them would cost a copy of gradient and
-# momentum, and each of their GPU kernels runs longer than its launch takes.
+# A parameter of more elements is a batch of its own: to join it with others would cost a copy of
+# gradient and momentum, and each of its GPU kernels runs longer than its launch takes.
 SMALL = 1 << 22
 
 
@@ -65,7 +65,7 @@ def muon_or(
   if specs is not None:
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, P))
     spec_of = {jax.tree_util.keystr(path): spec for path, spec in leaves}
-  momentum = scale_by_muon(beta=beta)
+  initial = scale_by_muon(beta=beta).init
 
   def each(change: Callable[[Any, Array, P], Array], tree: Any) -> Any:
     of = lambda path, leaf: change(path, leaf, spec_of.get(jax.tree_util.keystr(path), P()))
@@ -73,7 +73,8 @@ def muon_or(
 
   def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     del params, extra
-    batches = _Batches(whole := each(_gathered, updates))
+    whole = each(_gathered, updates)
+    batches = _Batches(whole)
     together = scale_by_muon(beta=beta, weight_dimension_numbers=batches.dimensions)
     before = state._replace(mu=batches.joined(each(_gathered, state.mu)))
     results: Any = together.update(batches.joined(whole), before)
@@ -83,7 +84,7 @@ def muon_or(
 
   kind = lambda path, leaf: "other" if dimensions(path, leaf) is None else "matrix"
   return optax.partition(
-    {"matrix": optax.GradientTransformationExtraArgs(momentum.init, update), "other": other},
+    {"matrix": optax.GradientTransformationExtraArgs(initial, update), "other": other},
     lambda params: jax.tree_util.tree_map_with_path(kind, params),
   )
 

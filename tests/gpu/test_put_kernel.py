@@ -63,7 +63,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from scmoe.kernels.put import meeting, put_rows
+from scmoe.kernels.put import put_rows, shared_mailboxes
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual
 
 M, D, W = 512, 256, 2  # M rows of a device
@@ -74,7 +74,7 @@ place = rng.permutation(W * M).astype(np.int32)
 
 
 def local(x, place):
-  mailboxes = meeting("expert")
+  mailboxes = shared_mailboxes("expert")
 
   def moved(_, x):
     return -put_rows(x, place[:, None], num_rows=M, axis="expert", mailboxes=mailboxes)[0]

@@ -2,6 +2,6 @@
 
 from scmoe.kernels.put.kernel import takes
 from scmoe.kernels.put.mailboxes import Mailboxes
-from scmoe.kernels.put.rows import meeting, put_rows
+from scmoe.kernels.put.rows import put_rows, shared_mailboxes
 
-__all__ = ["Mailboxes", "meeting", "put_rows", "takes"]
+__all__ = ["Mailboxes", "put_rows", "shared_mailboxes", "takes"]

@@ -52,7 +52,7 @@ from scmoe.kernels.row_copier import (
 
 BLOCKS = 32  # Thread blocks by default.
 _SENDING = 4  # Of a warp's 8 stages, those that outgoing copies may read while the warp goes on.
-_COPIED = 16  # A bulk copy moves a multiple of so many bytes.
+_COPY_UNIT = 16  # A bulk copy moves a multiple of so many bytes.
 
 
 def takes(row_bytes: int, num_copies: int, ranks: int) -> bool:
@@ -60,7 +60,7 @@ def takes(row_bytes: int, num_copies: int, ranks: int) -> bool:
 
   A row has 16 to 22,222 bytes, a multiple of 16, and at most 32 places; there are at most 8 ranks.
   """
-  return fits(row_bytes, num_copies) and row_bytes % _COPIED == 0 and ranks <= MOST_RANKS
+  return fits(row_bytes, num_copies) and row_bytes % _COPY_UNIT == 0 and ranks <= MOST_RANKS
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "tile", "blocks"))
@@ -108,15 +108,17 @@ def put_rows_kernel(
   text = program.text()
 
   def put_rows(*refs):  # a trace shows this name
-    *inputs, out, shared = refs
-    tags = inputs.pop() if tagged else out  # without tags a stand-in: the program writes no tags
-    inline.run(text, [*inputs, out, tags], [shared])
+    *arrays, shared = refs
+    stand_in = [] if tagged else arrays[-1:]  # for tags, of which the program then writes none
+    inline.run(text, [*arrays, *stand_in], [shared])
 
   places = place_MK.reshape(-1)
   outs = compiled(
     put_rows,
-    out_type=[jax.ShapeDtypeStruct((num_rows,), jnp.int32)] * tagged
-    + [jax.ShapeDtypeStruct((num_rows, width), x_MD.dtype)],
+    out_type=[
+      jax.ShapeDtypeStruct((num_rows, width), x_MD.dtype),
+      *[jax.ShapeDtypeStruct((num_rows,), jnp.int32)] * tagged,
+    ],
     grid=(blocks,),
     grid_names=("block",),
     num_threads=WARPS // 4,
@@ -130,7 +132,7 @@ def put_rows_kernel(
     *((places,) * 3 if groups is None else groups),
     *mailboxes,
   )
-  return outs[-1], outs[0] if tagged else None
+  return outs[0], outs[1] if tagged else None
 
 
 # The inline code's operands after rows and places; the last is the block's shared memory.

@@ -51,8 +51,8 @@ def put_rows(
     count: int32 scalar: only the first `count` rows are sent to their places; None: all M rows.
     groups: the tiles of this device's own result. In each group's last tile, the rows that nobody
       fills become zero, with the tag -1. None: no row becomes zero.
-    mailboxes: those by which the kernel's devices meet (`meeting`); None: the call opens its own,
-      which takes an all-gather of two numbers.
+    mailboxes: those by which the kernel's devices meet (`shared_mailboxes`); None: the call opens
+      its own, which takes an all-gather of two numbers.
     blocks: thread blocks of the kernel.
 
   Returns:
@@ -72,14 +72,14 @@ def put_rows(
     tag_MK,
     count,
     of_groups,
-    mailboxes or open_mailboxes(axis, blocks),
+    open_mailboxes(axis, blocks) if mailboxes is None else mailboxes,
     num_rows=num_rows,
     tile=tile,
     blocks=blocks,
   )
 
 
-def meeting(axis: str | None, blocks: int = kernel.BLOCKS) -> Mailboxes | None:
+def shared_mailboxes(axis: str | None, blocks: int = kernel.BLOCKS) -> Mailboxes | None:
   """Mailboxes for several calls of `put_rows`, inside `jax.shard_map`; None without the kernel.
 
   No step of a scan may hand them to the next one, nor a forward to a backward pass: see
@@ -89,7 +89,7 @@ def meeting(axis: str | None, blocks: int = kernel.BLOCKS) -> Mailboxes | None:
 
 
 def _collected(x_MD, place_MK, tag_MK, count, groups: GroupLayout | None, num_rows: int, axis):
-  """`put_rows` by all-gathers.
+  """The rows and tags of `put_rows`, by all-gathers, or by none if `axis` is None.
 
   Rows that the kernel would leave unwritten become NaN (0 in an integer type), and their tags -2,
   so that tests notice code that reads them.
@@ -111,7 +111,7 @@ def _collected(x_MD, place_MK, tag_MK, count, groups: GroupLayout | None, num_ro
     rows_RD = jnp.where(padding_R[:, None], jnp.zeros((), x_MD.dtype), rows_RD)
     tag_R = None if tag_R is None else jnp.where(padding_R, -1, tag_R)
   rows_RD = rows_RD.at[row_N].set(x_ND.reshape(-1, x_MD.shape[1]), mode="drop")
-  if tag_MK is not None and tag_R is not None:
+  if tag_R is not None:
     tag_R = tag_R.at[row_N].set(gathered(tag_MK).reshape(-1), mode="drop")
   return rows_RD, tag_R
 

@@ -537,6 +537,24 @@ def make_window(queues: Queues, low: Any, rows: int) -> Permutation:
   return permutation_of(row_TK, copy_WP.reshape(-1))
 
 
+def in_window(counts: Array, low: Any, size: int) -> tuple[Array, Array]:
+  """The place in a window of a queue where each expert's rows begin, and how many lie in it.
+
+  For example, a queue holds 3 rows for expert 0 and 1 for expert 1. In its window [2, 4) expert 0
+  has 1 row, at 0, and expert 1 has 1 row, at 1.
+
+  Args:
+    counts: int32 [..., experts], how many rows each queue holds for each expert, in this order.
+    low, size: the window is [low, low + size).
+
+  Returns:
+    Two arrays like `counts`: the first row, counted from `low`, and the number of rows.
+  """
+  end = jnp.cumsum(counts, -1)
+  start, end = (jnp.clip(a - low, 0, size) for a in (end - counts, end))
+  return start, end - start
+
+
 def _layout_of_window(queues: Queues, low: Any, rows: int) -> RowLayout:
   """The layout of rows that arrive here from positions [low, low + rows) of all ranks' queues.
 
@@ -551,11 +569,8 @@ def _layout_of_window(queues: Queues, low: Any, rows: int) -> RowLayout:
   rank. They are for its experts 0 0 | 0 1, at the positions 0 1 | 2 0: three rows for expert 0, one
   for expert 1.
   """
-  received_We = queues.received_We
-  end_We = jnp.cumsum(received_We, 1)
-  clip = lambda a: jnp.clip(a - low, 0, rows)
-  start_We, end_We = clip(end_We - received_We), clip(end_We)
-  inside_We = end_We - start_We
+  start_We, inside_We = in_window(queues.received_We, low, rows)
+  end_We = start_We + inside_We
   earlier_We = jnp.cumsum(inside_We, 0) - inside_We  # rows from lower source ranks
   index_P = jnp.arange(rows, dtype=jnp.int32)
   expert_WP = (index_P[None, :, None] >= end_We[:, None, :]).sum(-1, dtype=jnp.int32)

@@ -19,10 +19,12 @@ class Kind:
     in_rounds: whether all rows that devices exchange travel in rounds of fixed size
       (`dispatch.slack`), so that some may need overflow rounds (`dispatch.overflow`). False for
       `capacity`, whose rows travel so only where it drops nothing.
+    exchanges: whether rows travel in jax's all-to-alls, which a jaxpr shows; False for `put`.
   """
 
   drops: bool
   in_rounds: bool
+  exchanges: bool = True
 
 
 # The words of `dispatch.transport`; `make_transport` makes their transports.
@@ -31,7 +33,7 @@ TRANSPORTS = {
   "packed": Kind(drops=True, in_rounds=True),
   "dropless": Kind(drops=False, in_rounds=True),
   "per_rank": Kind(drops=False, in_rounds=True),
-  "put": Kind(drops=False, in_rounds=True),
+  "put": Kind(drops=False, in_rounds=True, exchanges=False),
 }
 
 

@@ -52,7 +52,7 @@ from scmoe.kernels.permute import (
   zero_cotangents,
 )
 from scmoe.kernels.put import put_rows, takes
-from scmoe.moe.dispatch.dropless import Chunk, Dropless, Queues, make_window
+from scmoe.moe.dispatch.dropless import Chunk, Dropless, Queues, in_window, make_window
 from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import Exchange, wait
@@ -75,7 +75,8 @@ class Put(Dropless):
   ) -> tuple[Chunk, Queues, Array | None]:
     """Puts the rows of one chunk of every queue into the experts' tiles; see `Dropless._send`.
 
-    Only with `before` does a barrier tie the queues: to the tokens that are put, and to `before`.
+    Without `before` the queues have no barrier. With it, one barrier ties tokens, queues and
+    `before`.
     """
     plan = _make_plan(routing.expert_TK, queues, self.exchange, chunk * size, size)
     _check_rows(x_TD, plan)
@@ -195,32 +196,27 @@ def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, s
   that all ranks have for it: as many rows go into the tiles as in a balanced exchange.
   """
   assert exchange.axis is not None
-  counts_WWe, me = queues.counts_WWe, jax.lax.axis_index(exchange.axis)
-  ranks, _, experts = counts_WWe.shape
+  me, (ranks, _, experts) = jax.lax.axis_index(exchange.axis), queues.counts_WWe.shape
   window = make_window(queues, low, size)
   tile = KERNEL_ROW_TILE if runs_ptx() else choose_tile(ranks * size, experts)
-  # Dimensions: source rank, receiving rank, expert of the receiving rank. `start` and `end` say
-  # where the expert's rows begin and end in the window [low, low + size) of the source's queue for
-  # the receiving rank.
+  # Dimensions: source rank (W), receiver (V: W ranks, or this device alone), the receiver's expert.
+  counts_WVe, receiver = queues.counts_WWe, me
   if exchange.silent:
-    counts_WWe = counts_WWe[me][:, None]
-  receivers, receiver = counts_WWe.shape[1], 0 if exchange.silent else me
-  clip = lambda a: jnp.clip(a - low, 0, size)
-  end_WWe = jnp.cumsum(counts_WWe, 2)
-  start_WWe, end_WWe = clip(end_WWe - counts_WWe), clip(end_WWe)
-  inside_WWe = end_WWe - start_WWe
-  sizes_We = inside_WWe.sum(0, dtype=jnp.int32)
-  tiles_We = -(-sizes_We // tile)
-  first_We = (
-    jnp.cumsum(tiles_We, 1) - tiles_We
-  ) * tile  # the first row of each expert in its rank's tiles
-  groups = make_layout(sizes_We[receiver], ranks * size, tile)
+    counts_WVe, receiver = counts_WVe[me][:, None], 0
+  start_WVe, inside_WVe = in_window(counts_WVe, low, size)
+  sizes_Ve = inside_WVe.sum(0, dtype=jnp.int32)
+  tiles_Ve = -(-sizes_Ve // tile)
+  # The first row of each expert in its receiver's tiles.
+  first_Ve = (jnp.cumsum(tiles_Ve, 1) - tiles_Ve) * tile
+  groups = make_layout(sizes_Ve[receiver], ranks * size, tile)
   # An expert's tiles hold the rows of lower source ranks first, and each source's rows in the order
   # of its queue.
-  behind_WWe = jnp.cumsum(inside_WWe, 0) - inside_WWe - start_WWe
-  behind_We = behind_WWe[:, 0] if exchange.silent else behind_WWe[me]
-  receiver_W1 = jnp.arange(receivers, dtype=jnp.int32)[:, None]
-  base_We = receiver_W1 * groups.num_rows + first_We + behind_We
+  behind_WVe = jnp.cumsum(inside_WVe, 0) - inside_WVe - start_WVe
+  receivers = counts_WVe.shape[1]
+  # This device's rows for each expert of the model: of the receiver's, or of each of its queues.
+  behind_We = behind_WVe[:, 0] if exchange.silent else behind_WVe[me]
+  receiver_V1 = jnp.arange(receivers, dtype=jnp.int32)[:, None]
+  base_We = receiver_V1 * groups.num_rows + first_Ve + behind_We
   nowhere = receivers * groups.num_rows
   place_TK = base_We.reshape(-1)[expert_TK] + queues.rank_TK - low
   place_TK = jnp.where(window.row_TK < ranks * size, place_TK, nowhere)
@@ -244,10 +240,11 @@ def _check_rows(x_TD: Array, plan: _Plan) -> None:
 # -- rows there and back, each the other's gradient -----------------------------------------------
 
 
-def _slots_to_tiles(slots_SD: Array, plan: _Plan, *, tagged: bool) -> tuple[Array, Array | None]:
-  tag_S1 = plan.origin_S[:, None] if tagged else None
+def _to_tiles(
+  x_MD: Array, place_MK: Array, tag_MK: Array | None, plan: _Plan
+) -> tuple[Array, Array | None]:
   to = {"num_rows": plan.groups.num_rows, "groups": plan.groups, "axis": plan.axis}
-  return put_rows(slots_SD, plan.place_S[:, None], tag_MK=tag_S1, **to)
+  return put_rows(x_MD, place_MK, tag_MK=tag_MK, **to)
 
 
 def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
@@ -259,8 +256,7 @@ def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
 @jax.custom_vjp
 def _put_tokens(x_TD: Array, plan: _Plan) -> tuple[Array, Array]:
   """Puts each token to the places of its choices in this chunk; returns what `_put_slots` does."""
-  to = {"num_rows": plan.groups.num_rows, "groups": plan.groups, "axis": plan.axis}
-  rows_RD, origin_R = put_rows(x_TD, plan.place_TK, tag_MK=plan.origin_TK, **to)
+  rows_RD, origin_R = _to_tiles(x_TD, plan.place_TK, plan.origin_TK, plan)
   assert origin_R is not None
   return rows_RD, origin_R
 
@@ -287,7 +283,7 @@ def _put_slots(slots_SD: Array, plan: _Plan) -> tuple[Array, Array]:
   the slot that it comes from, as an *origin* of `_Plan`, int32 [R]; -1 for a row of zeros. In tiles
   that hold no expert's rows, rows and origins may be anything.
   """
-  rows_RD, origin_R = _slots_to_tiles(slots_SD, plan, tagged=True)
+  rows_RD, origin_R = _to_tiles(slots_SD, plan.place_S[:, None], plan.origin_S[:, None], plan)
   assert origin_R is not None
   return rows_RD, origin_R
 
@@ -323,7 +319,7 @@ def _put_back_fwd(rows_RD, origin_R, plan):
 
 def _put_back_bwd(residuals, bar_SD):
   origin_R, plan = residuals
-  bar_RD, _ = _slots_to_tiles(bar_SD, plan, tagged=False)
+  bar_RD, _ = _to_tiles(bar_SD, plan.place_S[:, None], None, plan)
   return bar_RD, zero_cotangents(origin_R), zero_cotangents(plan)
 
 

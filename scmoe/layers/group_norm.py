@@ -24,9 +24,8 @@ GROUP = 16  # channels of a group; where it does not divide C, the greatest comm
 class GroupNormGelu(nnx.Module):
   """GELU of the normalised input, computed in float32 or wider; the result has the input's type.
 
-  For the backward pass it keeps the input, in the input's type, and mean and deviation of every
-  group. Both passes read a large input as seldom as they can: the forward pass twice, the backward
-  pass twice.
+  For the backward pass it keeps the input, in the input's type, and mean and inverse deviation
+  of every group. Each pass reads a large input twice: once for the sums, once for the result.
 
   Args:
     channels: C.

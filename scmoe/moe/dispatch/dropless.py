@@ -365,10 +365,11 @@ class Dropless:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-  """One chunk of the first round: its rows, and which choice fills which row.
+  """The rows of one chunk of the first round, or of one overflow round, and whose they are.
 
   Attributes:
-    rows_RD: the rows that leave this device, or that have arrived if the transport `delivers`.
+    rows_RD: the rows that leave this device, or that have arrived if the transport `delivers`; from
+      `_arrived` the rows as the experts get them.
     window: which choice of this device fills which row of its send buffer [W·P].
     plan: what `combine` needs beside rows and window; None: it needs nothing else.
   """

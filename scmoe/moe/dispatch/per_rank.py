@@ -249,7 +249,7 @@ def _by_expert(
 class _Choices(NamedTuple):
   """The choices of rows that leave or have arrived, [W, P, K] or [W·P, K].
 
-  Here and in `_exchanged`, K stands for min(K, E / W).
+  Here, and wherever such choices are exchanged or kept, K stands for min(K, E / W).
 
   Attributes:
     expert: int32, experts of the rank to which the rows travel, from 0 on; the number of these

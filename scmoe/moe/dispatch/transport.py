@@ -140,9 +140,9 @@ def make_transport(
   Raises:
     ConfigError: an argument has a wrong type or value, `capacity` refuses the capacity factor,
       `dispatch.groups` does not divide evenly over the devices (for `Packed` and `Capacity`),
-      `dispatch.nodes` does not divide the devices of an exchange, `dispatch.fp8` is on with the option
-      `put`, the call would get `Put` where `check_put` refuses it, or the user's transport cannot
-      be made.
+      `dispatch.nodes` does not divide the devices of an exchange, `dispatch.fp8` is on with the
+      option `put`, the call would get `Put` where `check_put` refuses it, or the user's transport
+      cannot be made.
   """
   check_type("config", config, DispatchConfig)
   check_choice("order", order, ORDERS)

@@ -57,7 +57,8 @@ class Problem:
 
   Attributes:
     ranks, tokens, k, experts: W, t, K and the experts of one device.
-    place, slot: int32 [W, t, K], rank · R + row and rank · S + slot.
+    place, slot: int32 [W, t, K]: rank · R + row for the R rows of a rank's tiles, and rank · S +
+      slot for its S = t·K choices.
     sizes: int32 [W, experts], rows of each expert.
     num_rows: R.
     remote: mean bytes that leave a device.
@@ -77,19 +78,15 @@ class Problem:
     tiles = -(-self.sizes // TILE)
     starts = np.cumsum(tiles, 1) - tiles
     layout = jax.eval_shape(
-      lambda s: make_layout(s, int(self.sizes.sum(1).max()), TILE), self.of(0)
+      lambda s: make_layout(s, int(self.sizes.sum(1).max()), TILE), jnp.asarray(self.sizes[0])
     )
     self.num_rows = layout.num_rows
     rank, expert = np.divmod(chosen, experts)
     place = rank * self.num_rows + starts[rank, expert] * TILE + position.reshape(chosen.shape)
-    self.place, self.used = place.astype(np.int32), tiles.sum(1) * TILE
+    self.place = place.astype(np.int32)
     self.slot = np.arange(chosen.size, dtype=np.int32).reshape(chosen.shape)
     away = (rank != np.arange(ranks)[:, None, None]).sum()
     self.remote = int(away) * width * 2 / ranks
-
-  def of(self, rank: int) -> jax.Array:
-    """Rows of each expert of one device."""
-    return jnp.asarray(self.sizes[rank])
 
 
 def there(x, place, slot, sizes, *, p: Problem, **to):
@@ -106,26 +103,28 @@ def back(rows, tags, used, *, p: Problem, **to):
   return put_rows(rows, tags[:, None], **arrive)[0]
 
 
-def put(place, x, slot, sizes, **options):
+def next_after_put(place, x, slot, sizes, **options):
   """The next call's places: the same, but XLA does not know that they do not depend on this one."""
   _, tags, _ = there(x, place, slot, sizes, **options)
   assert tags is not None
   return place + jnp.minimum(jnp.abs(tags[0]), 0)
 
 
-def put_back(tags, rows, used, **options):
-  """The next call's slots, as in `put`."""
+def next_after_put_back(tags, rows, used, **options):
+  """The next call's slots, as in `next_after_put`."""
   slots = back(rows, tags, used, **options)
   return tags + jnp.minimum(jnp.abs(slots[0, 0]).astype(jnp.int32), 0)
 
 
 def all_to_all(rows, mailboxes):
+  """The next call's rows: those that NCCL's dense exchange brings."""
   del mailboxes
   by_rank = rows.reshape(jax.device_count(), -1, rows.shape[-1])
   return jax.lax.all_to_all(by_rank, "expert", 0, 0, tiled=True).reshape(rows.shape)
 
 
 def ragged(rows, mailboxes):
+  """The next call's rows: those that `lax.ragged_all_to_all` brings."""
   del mailboxes
   ranks = jax.device_count()
   part = rows.shape[0] // ranks
@@ -144,15 +143,13 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
   x, place, slot, sizes = place_on(x), flat(p.place), flat(p.slot), flat(p.sizes)
   by_puts = {"p": p, "blocks": blocks}
 
-  def compiled(arm, count, results: Any = BATCH):
+  def jitted(arm, count, results: Any = BATCH):
     return jax.jit(manual(arm, mesh, (BATCH,) * count, results), compiler_options=options)
 
-  rows, tags, used = compiled(lambda *a: there(*a, **by_puts), 4, (BATCH,) * 3)(
-    x, place, slot, sizes
-  )
+  rows, tags, used = jitted(lambda *a: there(*a, **by_puts), 4, (BATCH,) * 3)(x, place, slot, sizes)
   want = np.repeat(np.asarray(x), p.k, 0)
   np.testing.assert_array_equal(np.asarray(rows)[p.place.reshape(-1)], want)
-  slots = compiled(lambda *a: back(*a, **by_puts), 3)(rows, tags, used)
+  slots = jitted(lambda *a: back(*a, **by_puts), 3)(rows, tags, used)
   np.testing.assert_array_equal(np.asarray(slots), want)
 
   def nine_times(x, *rest):
@@ -160,7 +157,7 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
     turned = lambda x: -back(*there(x, *rest, **to), **to)[:: p.k]
     return jax.lax.fori_loop(0, 9, lambda _, x: turned(x), x)
 
-  turned = compiled(nine_times, 4)(x, place, slot, sizes)
+  turned = jitted(nine_times, 4)(x, place, slot, sizes)
   np.testing.assert_array_equal(np.asarray(turned), -np.asarray(x))
 
   def chain(arm, calls, first, *rest):
@@ -175,15 +172,15 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
   packed = place_on(jnp.repeat(x, p.k, 0))
   arms = {
     "all_to_all": (all_to_all, (packed,)),
-    "put": (functools.partial(put, **by_puts), (place, x, slot, sizes)),
-    "put back": (functools.partial(put_back, **by_puts), (tags, rows, used)),
+    "put": (functools.partial(next_after_put, **by_puts), (place, x, slot, sizes)),
+    "put back": (functools.partial(next_after_put_back, **by_puts), (tags, rows, used)),
     "ragged": (ragged, (packed,)),
   }
   found = {}
   for name in args.arms.split(","):
     arm, given = arms[name]
     for calls in (args.calls, LONGER * args.calls):
-      stage = compiled(functools.partial(chain, arm, calls), len(given))
+      stage = jitted(functools.partial(chain, arm, calls), len(given))
       found[f"{name}, {calls} calls"] = stage, given
   return found
 

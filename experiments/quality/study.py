@@ -81,7 +81,12 @@ FLAGS = (
   ),
   Flag("jobs", int, 0, "runs side by side, also several on a GPU; 0: one a GPU or CPU"),
   Flag("together", bool, False, "train the seeds of a variant side by side in one program"),
-  Flag("out", str, "", "folder for plan and results of this call; the study's results/ if not set"),
+  Flag(
+    "out",
+    str,
+    "",
+    "folder for plan and results; if not set the study's results/ (smoke: WORKDIR/results)",
+  ),
   Flag("workdir", str, "", "folder of the runs' folders; runs/quality/TABLE/SCALE if not set"),
   Flag("commit", str, "", "commit to note where the code is no checkout, e.g. on a GPU machine"),
   Flag("register", bool, False, "write the plan, then stop"),

@@ -152,21 +152,19 @@ class Dropless:
       ConfigError: `routing` is no `Routing`, or `order` is unknown; see also `Put`.
     """
     check_type("routing", routing, Routing)
-    size, longest = self._rows(routing), self._longest(routing)
-    queues = self._queues(routing)
-    none, rounds = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
+    size, bound = self._rows(routing), self._longest(routing)
+    queues, first = self._queues(routing), size * self.chunks
+    dropped, rounds = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
+    rounds_after = lambda longest: -(-jnp.maximum(0, longest - first) // overflow_rows(first))
     overflow_TD = left_over = None
     if self.first_round:
-      left = jnp.maximum(0, queues.longest - size * self.chunks)
-      rounds += -(-left // overflow_rows(size * self.chunks))
-    elif longest is None or size * self.chunks < longest:
+      rounds += rounds_after(queues.longest)
+    elif bound is None or first < bound:
       # All devices of the mesh run the loop equally often, as the longest queue of any of them
       # requires, also those that this exchange does not reach: devices that share an expert gather
       # its weights, or each other's rows, within the loop.
       longest = largest(queues.longest, BESIDE_EXPERT, "counts")
-      longest = checkpoint_name(longest, "moe_rows")
-      left = jnp.maximum(0, longest - size * self.chunks)
-      rounds += -(-left // overflow_rows(size * self.chunks))
+      rounds += rounds_after(checkpoint_name(longest, "moe_rows"))
       if experts is None:
         left_over = queues
       else:
@@ -196,7 +194,7 @@ class Dropless:
       overflow_TD = checkpoint_name(overflow_TD, "moe_rows")
     weight_TK = routing.weight_TK if self.weighs else None
     kept = tuple(windows), weight_TK, overflow_TD, left_over, tuple(plans)
-    return Dispatched(tuple(rows), tuple(layouts), none, rounds, *kept)
+    return Dispatched(tuple(rows), tuple(layouts), dropped, rounds, *kept)
 
   def overflow(
     self, x_TD: Float[Array, "T D"], routing: Routing, sent: Dispatched, experts: Any

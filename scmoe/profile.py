@@ -176,7 +176,7 @@ def profile(
   lines = [f"training step of {run.name}, {device}, {time.strftime('%Y-%m-%d')}"]
   if not gpu:
     lines.append(NO_GPU)
-  if clock and run.dispatch.kind is not None and not run.dispatch.kind.exchanges:
+  if clock and run.mesh.expert > 1 and not run.dispatch.in_all_to_alls:
     lines.append(
       f"dispatch.transport={run.dispatch.transport}: the clock's two other programs are left out, "
       "since its rows travel in no all-to-all"

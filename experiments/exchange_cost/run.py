@@ -39,7 +39,7 @@ from shared_state import (  # noqa: E402
 )
 from where import Where  # noqa: E402
 
-from scmoe.profiling.clock import Paid  # noqa: E402
+from scmoe.profiling.clock import Paid, added  # noqa: E402
 from scmoe.profiling.timer import Arm, interleave, speed_up  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.run.command_line import simulate  # noqa: E402
@@ -119,9 +119,9 @@ def main() -> None:
     if name in paid:
       own += f"; {paid[name]}"
     elif name in controlled:
-      without = timings[f"{name} without"].median
-      cost = timings[name].median - without
-      own += f"; exchanges cost {1e3 * cost:.1f} ms; without them {1e3 * without:.1f} ms"
+      without = timings[f"{name} without"]
+      own += f"; exchanges cost {1e3 * added(timings[name], without):.1f} ms"
+      own += f"; without them {1e3 * without.median:.1f} ms"
     lines.append(own)
   result = {
     "machine": machine(""),

@@ -22,6 +22,11 @@ from typing import Any
 from scmoe.profiling.timer import Timing, half_range
 
 
+def added(program: Timing, without: Timing) -> float:
+  """Seconds that a program takes more than one that took turns with it: the median over rounds."""
+  return statistics.median(a - b for a, b in zip(program.seconds, without.seconds))
+
+
 @dataclasses.dataclass(frozen=True)
 class Paid:
   """The cost of a program's exchanges, from three arms of one comparison in turns.
@@ -42,7 +47,7 @@ class Paid:
 
     Below 0 if the program was faster than without exchanges, as noise can make it.
     """
-    return statistics.median(a - b for a, b in zip(self.program.seconds, self.without.seconds))
+    return added(self.program, self.without)
 
   @property
   def share(self) -> float:

@@ -155,7 +155,7 @@ class _Planned(NamedTuple):
     run, graph = self.sharing.run, self.graph
     if run.mesh.size == 1:
       return traffic.Sent()
-    if run.dispatch.kind is not None and not run.dispatch.kind.exchanges:
+    if not run.dispatch.in_all_to_alls:
       dispatch = dataclasses.replace(run.dispatch, transport="dropless")
       run = dataclasses.replace(run, dispatch=dispatch)
       graph = build_model(run, self.mesh)[0]

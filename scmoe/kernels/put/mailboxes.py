@@ -8,7 +8,7 @@ copies a table of addresses. Here the kernels do that themselves: a call takes 1
 115 (experiments/dispatch/README.md). A program opens a mailbox on every device, and one all-gather
 tells all devices the addresses of all mailboxes. A kernel writes the addresses of its own results
 into the mailboxes of the others, and reads theirs from its own. Several kernels may use one
-mailbox, one after the other.
+mailbox, one after the other: XLA may open it before a loop, since opening reads nothing.
 
 A mailbox has 512 bytes for each thread block, which only the blocks of that number use, so that no
 block waits for another of its device:
@@ -40,7 +40,6 @@ DONE, POSTS, POST = 128, 256, 32  # where `done` and the posts are, and the size
 MOST_RANKS = (BYTES - POSTS) // POST
 ADDRESS = 8  # Bytes of an address in global memory.
 _WORD = 4
-_THREADS = 128
 
 
 class Mailboxes(NamedTuple):
@@ -97,7 +96,6 @@ def _opened(blocks: int) -> tuple[jax.Array, jax.Array]:
     ptx.let_wide("address", "$0"),
     ptx.store_global_wide("$1", "address", only_if="yes"),
   )
-  assert BYTES // _WORD == _THREADS
 
   def open_mailbox(*outs):  # a trace shows this name
     inline.run(text, outs)
@@ -110,7 +108,7 @@ def _opened(blocks: int) -> tuple[jax.Array, jax.Array]:
     ],
     grid=(blocks,),
     grid_names=("block",),
-    num_threads=_THREADS // 128,
+    num_threads=1,  # warpgroup of 128 threads, one for each word of a block's part
     thread_name="wg",
   )()
   return own, address

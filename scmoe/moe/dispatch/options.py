@@ -142,6 +142,11 @@ class DispatchConfig(Options, path="dispatch"):
     return self.kind is not None and not self.kind.in_rounds and self.capacity_factor != 0
 
   @property
+  def in_all_to_alls(self) -> bool:
+    """Whether rows that travel do so in jax's all-to-alls; taken for granted of a user's own."""
+    return self.kind is None or self.kind.exchanges
+
+  @property
   def repeats(self) -> bool:
     """Whether a training step that exchanges rows may leave some over, and is then run again.
 
@@ -158,7 +163,7 @@ class DispatchConfig(Options, path="dispatch"):
     Raises:
       ConfigError: it is `put`.
     """
-    if self.fp8 and self.transport == "put":
+    if self.fp8 and not self.in_all_to_alls:
       raise ConfigError(
         "dispatch.fp8=True rounds rows for an all-to-all, and dispatch.transport=put writes them "
         "into the other device's memory as they are; use dispatch.transport=dropless"

@@ -129,7 +129,7 @@ def check_put(exchange: Exchange) -> None:
     why = f"is for Hopper GPUs (compute capability 9.0), got {device.device_kind}"
   elif device.platform != "cpu" and jax.process_count() > 1:
     why = f"is for GPUs that one process drives, got {jax.process_count()} processes"
-  elif device.platform != "cpu" and os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+  elif device.platform != "cpu" and os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
     why = "writes into the other GPUs' memory, which NCCL_P2P_DISABLE forbids"
   elif exchange.nodes > 1:
     why = f"works within one host, got dispatch.nodes={exchange.nodes}"

@@ -42,7 +42,6 @@ from scmoe.reports.written import write_comparison, write_figures
 from scmoe.run import build
 from scmoe.run.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
 from scmoe.run.config import RunConfig, from_json, imports_of, to_dict, to_json
-from scmoe.run.dry_run import planned_devices
 from scmoe.run.effects import check_typed
 from scmoe.run.fields import with_field
 from scmoe.run.names import check_workdir
@@ -154,7 +153,7 @@ def planned(base: RunConfig, grid: Sequence[str], seeds: int, workdir: Path) -> 
     for name, text in zip(names, choice):
       run = with_field(run, name, text)
     check_typed(run, names)
-    run.resolve(num_devices=planned_devices(run), vocab_size=build.vocab_size(run.data))
+    run.resolve(num_devices=run.mesh.planned_size, vocab_size=build.vocab_size(run.data))
     for seed in range(base.train.seed, base.train.seed + seeds):
       name = _folder_name([*zip(names, choice), ("seed", str(seed))])
       train = dataclasses.replace(run.train, seed=seed)

@@ -42,7 +42,7 @@ from scmoe.run.command_line import (
   simulate,
 )
 from scmoe.run.config import RunConfig, imports_of, to_dict, to_json
-from scmoe.run.dry_run import dry_run, planned_devices
+from scmoe.run.dry_run import dry_run
 from scmoe.run.dry_run_text import report
 from scmoe.run.elastic import member_of
 from scmoe.run.modality import modality_of
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
   workdir = check_workdir(default_workdir(values, run))
   if only_shown:
     vocabulary = build.vocab_size(run.data)
-    planned = run.resolve(num_devices=planned_devices(run), vocab_size=vocabulary)
+    planned = run.resolve(num_devices=run.mesh.planned_size, vocab_size=vocabulary)
     if values["print_config"]:
       return print(to_json(dataclasses.replace(planned, mesh=run.mesh)), end="")
     return print(report(dry_run(planned), cluster))

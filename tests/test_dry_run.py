@@ -21,7 +21,6 @@ from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import (
   dry_run,
   matched_baselines,
-  planned_devices,
   step_work,
 )
 from scmoe.run.dry_run_text import report
@@ -35,7 +34,7 @@ from scmoe.run.nearest import smallest_data
 def resolved(run, **values):
   for name, value in values.items():
     run = with_field(run, name.replace("__", "."), str(value))
-  return run.resolve(num_devices=planned_devices(run), vocab_size=build.vocab_size(run.data))
+  return run.resolve(num_devices=run.mesh.planned_size, vocab_size=build.vocab_size(run.data))
 
 
 def tiny(**values):
@@ -376,7 +375,7 @@ def test_baseline_that_cannot_be_built_says_why():
 
 def test_free_data_axis_counts_as_one():
   run = with_field(with_field(RunConfig(), "mesh.expert", "4"), "mesh.tensor", "2")
-  assert planned_devices(run) == 8
+  assert run.mesh.planned_size == 8
 
 
 def test_units():

@@ -16,7 +16,7 @@ from scmoe.run import build, traffic
 from scmoe.run.cluster import HOSTS_OF_8, Cluster, machine_of, prediction_table
 from scmoe.run.command_line import parse, run_config
 from scmoe.run.config_files import find_config, load_config
-from scmoe.run.dry_run import dry_run, planned_devices, state_memory, step_work
+from scmoe.run.dry_run import dry_run, state_memory, step_work
 from scmoe.run.estimates import DEVICES, USABLE
 from scmoe.run.fields import with_field
 from scmoe.run.links import Group, Links
@@ -35,7 +35,7 @@ def tiny(**values):
   run = load_config(find_config("quickstart"), "smoke")
   for name, value in values.items():
     run = with_field(run, name.replace("__", "."), str(value))
-  return run.resolve(num_devices=planned_devices(run), vocab_size=build.vocab_size(run.data))
+  return run.resolve(num_devices=run.mesh.planned_size, vocab_size=build.vocab_size(run.data))
 
 
 # --- links ----------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def of_command(command: str):
   values, given = parse(command.replace("\\\n", " ").split()[3:], FLAGS, with_fields=True)
   run = run_config(values, given)
   return run.resolve(
-    num_devices=planned_devices(run), vocab_size=build.vocab_size(run.data)
+    num_devices=run.mesh.planned_size, vocab_size=build.vocab_size(run.data)
   ), values
 
 
@@ -400,7 +400,7 @@ def test_tables_of_olmoe_are_those_of_the_dry_run():
       run = with_field(load_config(find_config("olmoe")), "mesh.data", ranks)
       for name, value in changed.items():
         run = with_field(run, name, value)
-      run = run.resolve(num_devices=planned_devices(run), vocab_size=50304)
+      run = run.resolve(num_devices=run.mesh.planned_size, vocab_size=50304)
       activations = activations or dry_run(run).memory.activations  # the same in each column
       memory = dataclasses.replace(state_memory(run), activations=activations)
       for row in table[2:]:

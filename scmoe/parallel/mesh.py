@@ -196,6 +196,11 @@ class MeshConfig(Options, path="mesh"):
     return self.data * self.expert * self.tensor * self.sequence
 
   @property
+  def planned_size(self) -> int:
+    """Number of devices that the mesh asks for; a `data` that is not resolved yet counts as 1."""
+    return max(self.data, 1) * self.expert * self.tensor * self.sequence
+
+  @property
   def embedding_ranks(self) -> int:
     """Number of data ranks that partition the embedding; 1: each reads all. `data` is resolved."""
     return self.data if self.embedding == "partitioned" else 1

@@ -271,12 +271,6 @@ def real_share(run: RunConfig) -> float:
   return run.router.real_share(k, run.model.num_experts, run.model.zero_experts)
 
 
-def planned_devices(run: RunConfig) -> int:
-  """Devices that the mesh asks for; a free `mesh.data` (-1) counts as 1."""
-  mesh = run.mesh
-  return max(mesh.data, 1) * max(mesh.expert, 1) * max(mesh.tensor, 1) * max(mesh.sequence, 1)
-
-
 def abstract_mesh(run: RunConfig) -> AbstractMesh:
   """The run's mesh without devices."""
   devices = [_NoDevice(i) for i in range(run.mesh.size)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
 from scmoe.kernels.grouped_matmul.layout import make_layout
-from scmoe.kernels.put import put_rows, rows, takes
+from scmoe.kernels.put import peers, put_rows, rows, takes
 from scmoe.kernels.put.kernel import put_rows_kernel
 from scmoe.kernels.put.mailboxes import open_mailboxes
 from scmoe.moe.dispatch import DispatchConfig, make_transport, put
@@ -104,6 +105,7 @@ def transport_of(**options):
     ("8.0", 1, "0", r"is for Hopper GPUs \(compute capability 9\.0\), got A100"),
     ("9.0", 2, "0", r"is for GPUs that one process drives, got 2 processes"),
     ("9.0", 1, "1", r"writes into the other GPUs' memory, which NCCL_P2P_DISABLE forbids"),
+    ("9.0", 1, "0", r"writes into the other .* memory, but GPU 0 does not reach that of 3"),
   ],
 )
 def test_gpus_that_cannot_put_refuse_it_and_a_cpu_does_not(
@@ -111,12 +113,26 @@ def test_gpus_that_cannot_put_refuse_it_and_a_cpu_does_not(
 ):
   monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
   assert isinstance(transport_of(), Put)
-  fields = {"platform": "gpu", "compute_capability": capability, "device_kind": "A100"}
-  gpu = dataclasses.make_dataclass("Gpu", [(k, str, v) for k, v in fields.items()])()
-  monkeypatch.setattr(put.jax, "devices", lambda: [gpu])
+  gpus = [
+    types.SimpleNamespace(
+      platform="gpu", compute_capability=capability, device_kind="A100", local_hardware_id=number
+    )
+    for number in (0, 1, 3)
+  ]
+  monkeypatch.setattr(put.jax, "devices", lambda: gpus)
+  monkeypatch.setattr(put.jax, "local_devices", lambda: gpus)
+  monkeypatch.setattr(peers, "reaches", lambda number, other: {number, other} != {0, 3})
   monkeypatch.setattr(put.jax, "process_count", lambda: processes)
   with pytest.raises(ConfigError, match=f"{fault}; use dispatch\\.transport=dropless"):
     transport_of()
+
+
+def test_without_a_driver_every_gpu_counts_as_within_reach(monkeypatch):
+  def none(name):
+    raise OSError(f"{name}: cannot open shared object file")
+
+  monkeypatch.setattr(peers.ctypes, "CDLL", none)
+  assert peers.apart((0, 1)) is None
 
 
 def test_puts_do_not_go_from_host_to_host():

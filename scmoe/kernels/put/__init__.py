@@ -2,6 +2,7 @@
 
 from scmoe.kernels.put.kernel import takes
 from scmoe.kernels.put.mailboxes import Mailboxes
+from scmoe.kernels.put.peers import apart
 from scmoe.kernels.put.rows import put_rows, shared_mailboxes
 
-__all__ = ["Mailboxes", "put_rows", "shared_mailboxes", "takes"]
+__all__ = ["Mailboxes", "apart", "put_rows", "shared_mailboxes", "takes"]

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ from scmoe.kernels.permute import (
   weigh_rows,
   zero_cotangents,
 )
-from scmoe.kernels.put import put_rows, takes
+from scmoe.kernels.put import apart, put_rows, takes
 from scmoe.moe.dispatch.dropless import Chunk, Dropless, Queues, in_window, make_window
 from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.barriers import barrier
@@ -93,7 +93,7 @@ class Put(Dropless):
     # gives the rows this name. If the rows' origins are kept too, the backward pass puts no row
     # again.
     origin_R = checkpoint_name(origin_R, "moe_rows")
-    return Chunk(rows_RD, plan.window, (plan, origin_R)), queues, before
+    return Chunk(rows_RD, plan.window, _Delivered(plan, origin_R)), queues, before
 
   def _arrived(self, sent: Chunk, queues: Queues, low: Any, size: int) -> tuple[Chunk, RowLayout]:
     """The rows, with the layout of the experts' tiles in which `_send` has put them.
@@ -102,13 +102,13 @@ class Put(Dropless):
     """
     if sent.plan is None:
       return super()._arrived(sent, queues, low, size)
-    return sent, tiled_layout(sent.plan[0].groups)
+    return sent, tiled_layout(sent.plan.places.groups)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Puts the outputs back into their choices' slots, and adds them up; see `Dropless.combine`."""
     back = [
-      checkpoint_name(_put_back(rows_RD, origin_R, plan), "moe_rows")
-      for rows_RD, (plan, origin_R) in zip(sent.rows, sent.plans, strict=True)
+      checkpoint_name(_put_back(rows_RD, plan.origin_R, plan.places), "moe_rows")
+      for rows_RD, plan in zip(sent.rows, sent.plans, strict=True)
     ]
     return self._added_up(sent, back)
 
@@ -116,25 +116,32 @@ class Put(Dropless):
 def check_put(exchange: Exchange) -> None:
   """Refuses the put transport where the kernel cannot write to other devices' memory.
 
-  Whether GPUs of one host reach each other's memory is not asked, except that
-  `NCCL_P2P_DISABLE=1` says that they should not. On a CPU collectives stand for the kernel, so that
-  the transport can be tried there.
+  On a CPU collectives stand for the kernel, so that the transport can be tried there.
 
   Raises:
-    ConfigError: the GPUs are not of the Hopper generation, several processes drive them,
-      `NCCL_P2P_DISABLE` is set, or `dispatch.nodes` is larger than 1.
+    ConfigError: the GPUs are not of the Hopper generation, several processes drive them, one of
+      them does not reach another's memory, `NCCL_P2P_DISABLE` says that none should, or
+      `dispatch.nodes` is larger than 1.
   """
-  device, why = jax.devices()[0], ""
-  if device.platform != "cpu" and not runs_ptx():
-    why = f"is for Hopper GPUs (compute capability 9.0), got {device.device_kind}"
-  elif device.platform != "cpu" and jax.process_count() > 1:
-    why = f"is for GPUs that one process drives, got {jax.process_count()} processes"
-  elif device.platform != "cpu" and os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
-    why = "writes into the other GPUs' memory, which NCCL_P2P_DISABLE forbids"
-  elif exchange.nodes > 1:
+  why = "" if jax.devices()[0].platform == "cpu" else _fault_of_gpus()
+  if not why and exchange.nodes > 1:
     why = f"works within one host, got dispatch.nodes={exchange.nodes}"
   if why:
     raise ConfigError(f"dispatch.transport=put {why}; use dispatch.transport=dropless")
+
+
+def _fault_of_gpus() -> str:
+  """Why the kernel cannot write to the other GPUs' memory; empty if it can."""
+  if not runs_ptx():
+    return f"is for Hopper GPUs (compute capability 9.0), got {jax.devices()[0].device_kind}"
+  if jax.process_count() > 1:
+    return f"is for GPUs that one process drives, got {jax.process_count()} processes"
+  if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
+    return "writes into the other GPUs' memory, which NCCL_P2P_DISABLE forbids"
+  pair = apart(tuple(device.local_hardware_id for device in jax.local_devices()))
+  if pair is not None:
+    return f"writes into the other GPUs' memory, but GPU {pair[0]} does not reach that of {pair[1]}"
+  return ""
 
 
 # -- the plan of one chunk's places ---------------------------------------------------------------
@@ -187,6 +194,18 @@ class _Plan:
   def origin_TK(self) -> Array:
     """int32, the origin of each choice; arbitrary for a choice that is not in the chunk."""
     return self.first_origin + self.window.row_TK
+
+
+class _Delivered(NamedTuple):
+  """What `combine` needs of a chunk whose rows lie in the experts' tiles.
+
+  Attributes:
+    places: the chunk's plan.
+    origin_R: the origin of each row of this device's tiles, int32; see `_put_slots`.
+  """
+
+  places: _Plan
+  origin_R: Array
 
 
 def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, size: int) -> _Plan:

@@ -131,7 +131,7 @@ def check_put(exchange: Exchange) -> None:
 
 
 def _fault_of_gpus() -> str:
-  """Why the kernel cannot write to the other GPUs' memory; empty if it can."""
+  """The reason why the kernel cannot write to the other GPUs' memory; empty if it can."""
   if not runs_ptx():
     return f"is for Hopper GPUs (compute capability 9.0), got {jax.devices()[0].device_kind}"
   if jax.process_count() > 1:
@@ -197,7 +197,7 @@ class _Plan:
 
 
 class _Delivered(NamedTuple):
-  """What `combine` needs of a chunk whose rows lie in the experts' tiles.
+  """Plan and origins of a chunk whose rows lie in the experts' tiles; `combine` needs them.
 
   Attributes:
     places: the chunk's plan.

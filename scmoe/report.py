@@ -80,7 +80,8 @@ def rendered(folder: Path, scale: str, beside: Path, arguments: str) -> str:
     except FileNotFoundError:
       without.append(place)
   parts: list = [_verdicts(list(studies.values()))]
-  parts += _speedups(folder, scale, beside)
+  for place in studies:
+    parts += _speedups(place, scale, beside)
   for place, study in studies.items():
     parts += [*study_parts(study, place, beside), _readme(place)]
   analyses = read_analyses(folder / "analyses" / "results")
@@ -123,18 +124,18 @@ def _verdicts(studies: Sequence[Study]) -> Table | str:
   return Table("What was found", heads, tuple(rows))
 
 
-def _speedups(folder: Path, scale: str, beside: Path) -> list[str]:
-  """The table of effective speed-ups and the baseline's curve, if the runs are there.
+def _speedups(place: Path, scale: str, beside: Path) -> list[str]:
+  """A study's table of effective speed-ups and its baseline's curve, if it has them.
 
   A variant leads to its runs, and a throughput to its file.
   """
-  speedups = read_speedups(folder, scale)
+  speedups = read_speedups(place, scale)
   if speedups is None:
     return []
   table, links = speedups_table(speedups, scale), {}
   for row, one in enumerate(speedups.found):
     links[row, 0] = f"#{one.study}-{one.variant}"
-    links[row, len(table.heads) - 1] = os.path.relpath(folder.parents[1] / one.file, beside)
+    links[row, len(table.heads) - 1] = os.path.relpath(place.parents[2] / one.file, beside)
   return [table.html(links), speedups.plot()]
 
 

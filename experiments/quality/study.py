@@ -41,6 +41,7 @@ from scmoe.base.output import say  # noqa: E402
 from scmoe.data.config import DataConfig  # noqa: E402
 from scmoe.models.config import ModelConfig  # noqa: E402
 from scmoe.reports.records import read_run  # noqa: E402
+from scmoe.reports.speedups import read_speedups, speedups_table  # noqa: E402
 from scmoe.reports.studies import (  # noqa: E402
   Contrast,
   Plan,
@@ -231,10 +232,12 @@ def with_data_at(run: RunConfig, path: str) -> RunConfig:
 
 
 def main(design: Design) -> None:
-  """The command of a study's run.py."""
+  """The command of a study's run.py: trains what is missing, and prints the study's tables."""
 
   def command(argv: list[str]) -> None:
-    call(design, argv)
+    found = call(design, argv)
+    if speedups := read_speedups(design.folder, found.plan.scale):
+      print("\n" + speedups_table(speedups, found.plan.scale).text(140))
 
   run_main(command)
 

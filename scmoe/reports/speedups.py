@@ -1,10 +1,12 @@
 """Effective speed-ups of a folder of studies: ratios of data times ratios of throughput, by link.
 
-The baseline's curve is the study effective_speedup. Its file speeds.json names, for each variant,
-the study that trains it and where throughputs were measured:
+A study that trains the baseline with several amounts of text gives the baseline's curve. Its file
+speeds.json names these variants of it, and for each variant that is compared with the baseline the
+study that trains it and where throughputs were measured:
 
-  {LINK: {VARIANT: {"study": name, "file": results of experiments/, "label": row, "base": arm,
-                    "arm": arm}}}
+  {"baseline": [VARIANT, ...],
+   "links": {LINK: {VARIANT: {"study": name, "file": results of experiments/, "label": row,
+                              "base": arm, "arm": arm}}}}
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +34,9 @@ from scmoe.reports.statistics import (
 from scmoe.reports.studies import Study, read_study, text_of
 from scmoe.reports.tables import Table
 
-CURVE, SPEEDS = "effective_speedup", "speeds.json"
-_SPEEDS_SHAPE = {"*": {"*": {"study": str, "file": str, "label": str, "base": str, "arm": str}}}
+SPEEDS = "speeds.json"
+_SOURCE_SHAPE = {"study": str, "file": str, "label": str, "base": str, "arm": str}
+_SPEEDS_SHAPE = {"baseline": [str], "links": {"*": {"*": _SOURCE_SHAPE}}}
 _TIMES_SHAPE = [{"label": str, "arms": {"*": {"ms": float, "rounds_ms": Maybe([float])}}}]
 
 
@@ -66,11 +70,13 @@ class Speedups:
   """The baseline's losses, and the effective speed-ups that follow from them.
 
   Attributes:
+    curve: the study of the baseline's curve.
     means: mean loss of the baseline after each number of tokens, by tokens.
     fitted: loss of the fitted curve after `means`' tokens, and some between.
     found: one for each variant and link.
   """
 
+  curve: str
   means: dict[float, float]
   fitted: dict[float, float]
   found: list[Worth]
@@ -86,10 +92,18 @@ class Speedups:
     return lines_plot(lines, "the baseline's loss after millions of training tokens", unit=1e6)
 
 
-def budgets_of(study: Study) -> Budgets:
-  """Tokens -> seed -> loss, of the baseline's runs."""
+def budgets_of(study: Study, baseline: Sequence[str]) -> Budgets:
+  """Tokens -> seed -> loss, of the runs of a study's variants that are the baseline.
+
+  Raises:
+    DataError: the study has no such variant.
+  """
+  if missing := [name for name in baseline if name not in study.plan.variants]:
+    raise DataError(f"{SPEEDS} names {missing[0]}, which {study.plan.study} does not train")
   found: dict[float, dict[int, float]] = {}
-  for (_, seed), result in study.done.items():
+  for (variant, seed), result in study.done.items():
+    if variant not in baseline:
+      continue
     found.setdefault(result["tokens"], {})[seed] = float(result["final"][study.plan.metric])
   return found
 
@@ -113,41 +127,43 @@ def ratios(path: Path, label: str, base: str, arm: str) -> list[float]:
   return [arms[base]["ms"] / arms[arm]["ms"]]
 
 
-def read_speedups(folder: Path, scale: str) -> Speedups | None:
-  """The effective speed-ups that the results below a folder of studies allow.
+def read_speedups(place: Path, scale: str) -> Speedups | None:
+  """The effective speed-ups over the baseline of one study.
 
-  None if the baseline was trained with fewer than three numbers of tokens.
+  None if the study names no speeds, is not registered at the scale, or has trained the baseline
+  with fewer than three numbers of tokens.
 
   Args:
-    folder: of the studies, experiments/quality; files of speeds are named from two levels above.
+    place: folder of the study. The studies that its speeds.json names lie beside it; files of
+      speeds are named from three levels above.
     scale: of the studies.
 
   Raises:
     DataError: plans, results or speeds cannot be used.
   """
   try:
-    baseline = read_study(folder / CURVE, scale)
-    speeds = read_json(folder / CURVE / SPEEDS, _SPEEDS_SHAPE)
+    speeds = read_json(place / SPEEDS, _SPEEDS_SHAPE)
+    baseline = read_study(place, scale)
   except FileNotFoundError:
     return None
-  budgets = budgets_of(baseline)
+  budgets = budgets_of(baseline, speeds["baseline"])
   if len(budgets) < 3:
     return None
   fitted, joined = curves_of(budgets, fit_curve), curves_of(budgets, join_means)
   found = []
-  for link, variants in speeds.items():
+  for link, variants in speeds["links"].items():
     for variant, source in variants.items():
-      pairs, tokens = differences(baseline, budgets, folder / source["study"], variant)
+      pairs, tokens = differences(baseline, budgets, place.parent / source["study"], variant)
       if len(pairs) < 2:
         continue
-      where = folder.parents[1] / source["file"]
+      where = place.parents[2] / source["file"]
       measured = ratios(where, source["label"], source["base"], source["arm"])
       arms = f"{source['label']}: {source['base']}, {source['arm']}"
       worth = (effective_speedup(own, pairs, tokens, measured) for own in (fitted, joined))
       found.append(Worth(variant, source["study"], len(pairs), link, source["file"], arms, *worth))
   means = {d: statistics.fmean(budgets[d].values()) for d in sorted(budgets)}
   between = map(float, np.geomspace(min(means), max(means), 40))
-  return Speedups(means, {d: fitted.best.loss(d) for d in (*means, *between)}, found)
+  return Speedups(place.name, means, {d: fitted.best.loss(d) for d in (*means, *between)}, found)
 
 
 def differences(
@@ -214,7 +230,7 @@ def speedups_table(speedups: Speedups, scale: str) -> Table:
   heads = ("variant", "study", "pairs", "link", "Sc, joined", "throughput", "Sw, joined",
            "Sc, fitted", "Sw, fitted", "measured in")  # fmt: skip
   title = (
-    f"Effective speed-up over top2, {scale}, by the baseline's measured losses, joined, and by the "
+    f"Effective speed-up over top2, {scale}, by the losses of {speedups.curve}, joined, and by the "
     f"curve fitted to them, which misses them by up to {speedups.misfit:.3f} nats"
   )
   return Table(title, heads, rows)

@@ -55,12 +55,13 @@ def folder(tmp_path):
   source = {"study": "table1_3_language", "file": "experiments/times.json", "label": "xl",
             "base": "top", "arm": "pos2"}  # fmt: skip
   speeds = {"slow link": {"scmoe_pos2": source, "dgmoe": source | {"study": "table6_7"}}}
-  (quality / "effective_speedup/speeds.json").write_text(json.dumps(speeds))
+  named = {"baseline": list(SHARES), "links": speeds}
+  (quality / "effective_speedup/speeds.json").write_text(json.dumps(named))
   return quality
 
 
 def test_worth_is_data_times_throughput(folder):
-  read = speedups.read_speedups(folder, "gpu")
+  read = speedups.read_speedups(folder / "effective_speedup", "gpu")
   assert read is not None
   (found,) = read.found
   assert (found.variant, found.study, found.pairs) == ("scmoe_pos2", "table1_3_language", 2)
@@ -89,9 +90,9 @@ def test_the_page_leads_from_a_speed_up_to_its_runs_and_its_file(folder):
 
 
 def test_without_enough_results_there_is_none(folder):
-  assert speedups.read_speedups(folder, "cpu") is None
+  assert speedups.read_speedups(folder / "effective_speedup", "cpu") is None
   shutil.rmtree(folder / "effective_speedup/results/runs")
-  assert speedups.read_speedups(folder, "gpu") is None
+  assert speedups.read_speedups(folder / "effective_speedup", "gpu") is None
 
 
 @pytest.mark.parametrize(("field", "value", "said"), [
@@ -102,10 +103,24 @@ def test_without_enough_results_there_is_none(folder):
 def test_a_wrong_name_is_one_line(folder, field, value, said):
   path = folder / "effective_speedup/speeds.json"
   speeds = json.loads(path.read_text())
-  speeds["slow link"]["dgmoe" if field == "study" else "scmoe_pos2"][field] = value
+  speeds["links"]["slow link"]["dgmoe" if field == "study" else "scmoe_pos2"][field] = value
   path.write_text(json.dumps(speeds))
   with pytest.raises(DataError, match=said):
-    speedups.read_speedups(folder, "gpu")
+    speedups.read_speedups(folder / "effective_speedup", "gpu")
+
+
+def test_only_the_named_variants_are_the_baseline(folder):
+  path = folder / "effective_speedup/speeds.json"
+  speeds = json.loads(path.read_text())
+  path.write_text(json.dumps(speeds | {"baseline": ["top2_half", "top2_whole", "top2_double"]}))
+  read = speedups.read_speedups(folder / "effective_speedup", "gpu")
+  assert read is not None
+  assert sorted(read.means) == [D / 2, D, 2 * D]
+  path.write_text(json.dumps(speeds | {"baseline": ["top2_half", "top2_whole"]}))
+  assert speedups.read_speedups(folder / "effective_speedup", "gpu") is None
+  path.write_text(json.dumps(speeds | {"baseline": ["top2_third"]}))
+  with pytest.raises(DataError, match="names top2_third, which effective_speedup does not train"):
+    speedups.read_speedups(folder / "effective_speedup", "gpu")
 
 
 def test_ratios_of_rounds_and_of_medians(folder):
@@ -129,6 +144,6 @@ def test_runs_of_another_size_or_text_are_not_compared(folder, other):
   text = {"data": {"digest": "x"}} if other == "text" else {}
   write_results(path, [line | {"plan": plan.digest(line["variant"])} | text for line in lines])
   assert len(read_study(folder / "table1_3_language", "gpu").done) == 4
-  read = speedups.read_speedups(folder, "gpu")
+  read = speedups.read_speedups(folder / "effective_speedup", "gpu")
   assert read is not None
   assert read.found == []

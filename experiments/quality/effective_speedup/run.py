@@ -14,8 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import study
 
-from scmoe.reports.speedups import read_speedups, speedups_table
-
 SHARES = {"eighth": 0.125, "quarter": 0.25, "half": 0.5, "whole": 1, "double": 2}
 
 
@@ -36,14 +34,5 @@ DESIGN = study.Design(
   seeds={"smoke": 2, "cpu": 3, "gpu": {**{f"top2_{name}": 3 for name in SHARES}, "top2_whole": 5}},
 )
 
-
-def main(argv: list[str]) -> None:
-  """Trains what is missing, and prints the table of speed-ups where the runs are there."""
-  found = study.call(DESIGN, argv)
-  speedups = read_speedups(DESIGN.folder.parent, found.plan.scale)
-  if speedups:
-    print("\n" + speedups_table(speedups, found.plan.scale).text(140))
-
-
 if __name__ == "__main__":
-  study.run_main(main)
+  study.main(DESIGN)

@@ -99,7 +99,9 @@ def budgets_of(study: Study, baseline: Sequence[str]) -> Budgets:
     DataError: the study has no such variant.
   """
   if missing := [name for name in baseline if name not in study.plan.variants]:
-    raise DataError(f"{SPEEDS} names {missing[0]}, which {study.plan.study} does not train")
+    raise DataError(
+      f"{SPEEDS} names {missing[0]}, which {study.plan.study} does not train; name a variant of it"
+    )
   found: dict[float, dict[int, float]] = {}
   for (variant, seed), result in study.done.items():
     if variant not in baseline:

@@ -23,7 +23,7 @@ from scmoe.base.output import say
 from scmoe.reports import page
 from scmoe.reports.analyses import analyses_parts, read_analyses
 from scmoe.reports.plots import curves_plot, differences_plot
-from scmoe.reports.speedups import read_speedups, speedups_table
+from scmoe.reports.speedups import read_speedups, root_of, speedups_table
 from scmoe.reports.studies import (
   Study,
   complaints,
@@ -135,7 +135,7 @@ def _speedups(place: Path, scale: str, beside: Path) -> list[str]:
   table, links = speedups_table(speedups, scale), {}
   for row, one in enumerate(speedups.found):
     links[row, 0] = f"#{one.study}-{one.variant}"
-    links[row, len(table.heads) - 1] = os.path.relpath(place.parents[2] / one.file, beside)
+    links[row, len(table.heads) - 1] = os.path.relpath(root_of(place) / one.file, beside)
   return [table.html(links), speedups.plot()]
 
 
@@ -196,7 +196,7 @@ def _runs(study: Study, place: Path, beside: Path) -> str:
 def _readme(place: Path, title: str = "registered") -> str:
   """The registered plan as README.md has it, folded; its Markdown stays as it is."""
   try:
-    text = (place / "README.md").read_text("utf-8")
+    text = (place / "README.md").read_text("utf-8", errors="replace")
   except OSError:
     return ""
   text = re.sub(r"\n{3,}", "\n\n", text)

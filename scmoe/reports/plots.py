@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from scmoe.reports.curves import COLOURS
+from scmoe.reports.records import number
 from scmoe.reports.studies import Finding, Study
 
 _WIDTH, _LEFT, _ROW = 900, 260, 26
@@ -63,8 +64,10 @@ def curves_plot(study: Study) -> str:
     at: dict[float, list[float]] = {}
     for (variant, _), result in study.done.items():
       if variant == name:
-        for tokens, loss in zip(result["evals"].get("tokens", ()), result["evals"].get("loss", ())):
-          at.setdefault(float(tokens), []).append(float(loss))
+        for pair in zip(result["evals"].get("tokens", ()), result["evals"].get("loss", ())):
+          tokens, loss = map(number, pair)
+          if tokens is not None and loss is not None:
+            at.setdefault(tokens, []).append(loss)
     points = [(x, statistics.fmean(values)) for x, values in sorted(at.items())]
     if len(points) > 1:
       curves[name] = points
@@ -93,11 +96,11 @@ def lines_plot(
   across = _scale(min(xs), max(xs), 60, _WIDTH - 190)
   up = _scale(min(ys), max(ys), height - 30, 10)
   parts = []
-  for number, (name, points) in enumerate(curves.items()):
-    colour = COLOURS[number % len(COLOURS)]
+  for row, (name, points) in enumerate(curves.items()):
+    colour = COLOURS[row % len(COLOURS)]
     path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
     parts.append(f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.5'/>")
-    y = 20 + 18 * number
+    y = 20 + 18 * row
     parts.append(f"<rect x='{_WIDTH - 180}' y='{y - 9}' width='12' height='4' fill='{colour}'/>")
     parts.append(f"<text x='{_WIDTH - 160}' y='{y}' {_TEXT}>{html.escape(name)}</text>")
   parts += _ticks(min(xs), max(xs), across, height - 30, unit=unit)

@@ -129,6 +129,11 @@ def ratios(path: Path, label: str, base: str, arm: str) -> list[float]:
   return [arms[base]["ms"] / arms[arm]["ms"]]
 
 
+def root_of(place: Path) -> Path:
+  """The folder of which a path in `SPEEDS` is part: three levels above that of the study."""
+  return place.resolve().parents[2]
+
+
 def read_speedups(place: Path, scale: str) -> Speedups | None:
   """The effective speed-ups over the baseline of one study.
 
@@ -158,7 +163,7 @@ def read_speedups(place: Path, scale: str) -> Speedups | None:
       pairs, tokens = differences(baseline, budgets, place.parent / source["study"], variant)
       if len(pairs) < 2:
         continue
-      where = place.parents[2] / source["file"]
+      where = root_of(place) / source["file"]
       measured = ratios(where, source["label"], source["base"], source["arm"])
       arms = f"{source['label']}: {source['base']}, {source['arm']}"
       worth = (effective_speedup(own, pairs, tokens, measured) for own in (fitted, joined))

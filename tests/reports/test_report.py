@@ -74,6 +74,21 @@ def test_links_hold_from_another_folder(folder):
   assert "href='../positions/results/runs/gpu-1.jsonl'" in text
 
 
+def test_a_point_of_a_curve_that_is_no_number_is_left_out(folder):
+  piece = folder / "positions/results/runs/gpu-1.jsonl"
+  lines = [json.loads(line) for line in piece.read_text().splitlines()]
+  lines[0]["evals"] = {"tokens": [1e6, None, 2e6], "loss": [5.0, 4.0, "nan"]}
+  studies.write_results(piece, lines)
+  report.main([str(folder)])
+  assert "polyline" in (folder / "report-gpu.html").read_text()
+
+
+def test_a_readme_that_is_no_text_is_no_traceback(folder):
+  (folder / "positions/README.md").write_bytes(b"\xff\xfe what")
+  report.main([str(folder)])
+  assert "\ufffd\ufffd what" in (folder / "report-gpu.html").read_text()
+
+
 def test_a_folder_without_studies(tmp_path):
   with pytest.raises(ConfigError, match="holds no study"):
     report.main([str(tmp_path)])

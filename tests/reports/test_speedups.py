@@ -89,6 +89,16 @@ def test_the_page_leads_from_a_speed_up_to_its_runs_and_its_file(folder):
   assert (folder / raw).resolve() == (folder.parent / "times.json").resolve()
 
 
+@pytest.mark.parametrize(("here", "named"), [(".", "."), ("..", "quality")])
+def test_the_page_is_made_from_every_folder(folder, monkeypatch, here, named):
+  for name in ("effective_speedup", "table1_3_language"):
+    (folder / name / "run.py").touch()
+  monkeypatch.chdir(folder / here)
+  report.main([named])
+  text = (folder / "report-gpu.html").read_text()
+  assert "href='../times.json'" in text
+
+
 def test_without_enough_results_there_is_none(folder):
   assert speedups.read_speedups(folder / "effective_speedup", "cpu") is None
   shutil.rmtree(folder / "effective_speedup/results/runs")

@@ -39,13 +39,15 @@ _ROUTER = ("drop", "imbalance", "dead", "diversity", "router_entropy", "confiden
            "max_violation", "balance_loss", "shortcut_ratio", "real_experts")  # fmt: skip
 _PLAN_SHAPE = {
   "study": str, "scale": str, "title": str, "metric": str, "config": dict, "variants": {"*": dict},
-  "seeds": {"*": int}, "contrasts": [{"variant": str, "base": str, "margin": Maybe(object)}],
+  "seeds": {"*": int}, "contrasts": [{"variant": str, "base": str, "margin": object}],
 }  # fmt: skip
 _RESULT_SHAPE = {
   "study": str, "scale": str, "variant": str, "seed": int, "plan": str, "status": str, "date": str,
-  "final": {"*": object}, "train": dict, "evals": dict, "hardware": str, "tokens": float,
+  "final": {"*": object}, "train": {"*": list}, "evals": {"*": list},
+  "hardware": str, "tokens": float,
   "parameters": dict, "git": {"commit": Maybe(str), "changed": Maybe(bool)}, "data": Maybe(dict),
   "versions": Maybe(dict), "environment": Maybe(dict), "step_seconds": Maybe(dict),
+  "steps": Maybe(int), "seconds": Maybe(float),
 }  # fmt: skip
 
 Result = dict[str, Any]
@@ -98,6 +100,12 @@ class Plan:
         f"the plan of {self.study} does not agree with itself about the variants "
         f"{', '.join(sorted(unknown))}; name each in variants and in seeds"
       )
+    for c in self.contrasts:
+      if c.margin is not None and not (number(c.margin) or 0) > 0:
+        raise ConfigError(
+          f"the plan of {self.study} has the margin {c.margin!r} for {c.variant} and {c.base}; "
+          "name a number above 0, or null for no equivalence test"
+        )
     if self.metric not in METRICS:
       raise ConfigError(f"the metric {self.metric!r} is unknown; one of: {', '.join(METRICS)}")
 
@@ -133,9 +141,7 @@ def read_plan(path: Path) -> Plan:
     ConfigError: the plan contradicts itself.
   """
   values = read_json(path, _PLAN_SHAPE)
-  contrasts = tuple(
-    Contrast(c["variant"], c["base"], number(c.get("margin"))) for c in values["contrasts"]
-  )
+  contrasts = tuple(Contrast(c["variant"], c["base"], c["margin"]) for c in values["contrasts"])
   names = ("study", "scale", "title", "config", "variants", "seeds", "metric")
   return Plan(**{name: values[name] for name in names}, contrasts=contrasts)
 

@@ -65,7 +65,8 @@ def test_plan_and_results_are_read_back(tmp_path):
 @pytest.mark.parametrize(
   ("field", "value"),
   [("git", "abc"), ("git", {"commit": 7}), ("hardware", None), ("tokens", "8"), ("parameters", []),
-   ("data", 7), ("versions", "0.10"), ("step_seconds", 0.01)],
+   ("data", 7), ("versions", "0.10"), ("step_seconds", 0.01), ("seconds", None), ("steps", "3"),
+   ("evals", {"loss": 1})],
 )  # fmt: skip
 def test_a_damaged_field_of_a_result_is_one_line(tmp_path, field, value):
   (tmp_path / "results/runs").mkdir(parents=True)
@@ -165,6 +166,19 @@ def test_tables_show_every_variant():
 def test_a_plan_that_contradicts_itself(changed, match):
   with pytest.raises(ConfigError, match=match):
     dataclasses.replace(PLAN, **changed)
+
+
+@pytest.mark.parametrize("margin", [0, -0.01, "0.01", True])
+def test_a_margin_is_above_0_or_null(tmp_path, margin):
+  """A plan edited by hand must not lose its equivalence test in silence."""
+  results = tmp_path / "results"
+  results.mkdir()
+  PLAN.write(results)
+  stored = json.loads((results / "plan-gpu.json").read_text())
+  stored["contrasts"][0]["margin"] = margin
+  (results / "plan-gpu.json").write_text(json.dumps(stored))
+  with pytest.raises(DataError, match=r"plan-gpu.json: .* the margin .* for pos2 and top2; name a"):
+    read_study(tmp_path, "gpu")
 
 
 def test_a_line_is_what_is_needed_and_small(tmp_path):

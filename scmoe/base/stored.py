@@ -165,8 +165,10 @@ def write_whole(path: Path, data: bytes) -> None:
   try:
     partial.write_bytes(data)
     os.replace(partial, path)
-  except OSError:
+  except OSError as error:
     partial.unlink(missing_ok=True)
+    if error.filename is None:  # a full disk, found while writing
+      error.filename = str(path)
     raise
 
 

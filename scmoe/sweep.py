@@ -37,7 +37,7 @@ from scmoe.base.output import say, warn
 from scmoe.base.sizes import elapsed
 from scmoe.base.stored import read_bytes, write_json, write_whole
 from scmoe.reports.comparison import compare
-from scmoe.reports.records import ASKED, EXIT, Record, read_run
+from scmoe.reports.records import ASKED, EXIT, Record, printable, read_run
 from scmoe.reports.written import write_comparison, write_figures
 from scmoe.run import build
 from scmoe.run.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
@@ -318,31 +318,40 @@ def train_all(
   put_off: list[Run] = []  # in the order of `runs`, before those that wait
   announced: set[Path] = set()
   with _Stop() as stop:
-    while (waiting and not stop.requested) or training:
-      late = time.monotonic() >= watch.until
-      if late:
-        waiting, put_off = [], [*put_off, *waiting]
-        stop.end_all()
-      while free and not stop.requested and (run := _next(waiting, announced)) is not None:
-        waiting.remove(run)
-        if not watch.may_begin(run):
-          put_off.append(run)
-          continue
-        number = len(runs) - len(waiting) - len(put_off)
-        place = f"[{number}/{len(runs)}] {run.title or run.folder.name}"
-        training.append(_Training(run, free.pop(0), extra, place))
-        stop.processes = [one.process for one in training]
-        if stop.requested:  # before `stop` knew the process
+    try:
+      while (waiting and not stop.requested) or training:
+        late = time.monotonic() >= watch.until
+        if late:
+          waiting, put_off = [], [*put_off, *waiting]
           stop.end_all()
-      for ended in [one for one in training if one.process.poll() is not None]:
-        ended.note_end()
-        training.remove(ended)
-        free.append(ended.environment)
-        watch.ended(ended.run, time.monotonic() - ended.began)
-        if not late:
-          # With fewer runs on a GPU each is faster: what was put off may end in time now.
-          waiting, put_off = [*put_off, *waiting], []
-      time.sleep(POLL_SECONDS)
+        while free and not stop.requested and (run := _next(waiting, announced)) is not None:
+          waiting.remove(run)
+          if not watch.may_begin(run):
+            put_off.append(run)
+            continue
+          number = len(runs) - len(waiting) - len(put_off)
+          place = f"[{number}/{len(runs)}] {run.title or run.folder.name}"
+          training.append(_Training(run, free.pop(0), extra, place))
+          stop.processes = [one.process for one in training]
+          if stop.requested:  # before `stop` knew the process
+            stop.end_all()
+        for ended in [one for one in training if one.process.poll() is not None]:
+          ended.note_end()
+          training.remove(ended)
+          free.append(ended.environment)
+          watch.ended(ended.run, time.monotonic() - ended.began)
+          if not late:
+            # With fewer runs on a GPU each is faster: what was put off may end in time now.
+            waiting, put_off = [*put_off, *waiting], []
+        time.sleep(POLL_SECONDS)
+    except BaseException:
+      # For example a full disk. No process may train on without a sweep that knows of it.
+      stop.processes = [one.process for one in training]
+      stop.end_all()
+      for one in training:
+        one.process.wait()
+        one.log.close()
+      raise
   if stop.requested:
     raise Preempted("the sweep was stopped; run the same command again to go on")
   if put_off:
@@ -370,6 +379,7 @@ class _Training:
   def __init__(self, run: Run, environment: dict[str, str], extra: list[str], place: str):
     self.run, self.environment, self.place = run, environment, place
     self.began = time.monotonic()
+    self.earlier = {one.folder: _finished(one.folder) for one in run.all}
     for one in run.all:
       folder = prepare_workdir(one.folder)
       (folder / EXIT).unlink(missing_ok=True)
@@ -404,14 +414,15 @@ class _Training:
   def note_end(self) -> None:
     """Writes how the process ended to the folder of each of its runs, and prints it.
 
-    A run that is done ended well, also where one beside it failed.
+    A run that this process has finished ended well, also where one beside it failed. The folder may
+    hold a finished run of before, which a process that fails at its start leaves as it is.
     """
     self.log.close()
     words = _last_words(self.run.folder / LOG)
     for run in self.run.all:
       place = self.place if run is self.run else run.folder.name
       code = self.process.returncode
-      code = 0 if self.run.beside and read_run(run.folder).done else code
+      code = 0 if _finished(run.folder) not in (None, self.earlier[run.folder]) else code
       self._note_end_of(run, place, code, words)
 
   def _note_end_of(self, run: Run, place: str, code: int, words: str) -> None:
@@ -427,7 +438,15 @@ class _Training:
       result = f"loss {loss:.4f}, " if isinstance(loss, float) else ""
       say(f"{place}: done, {result}{took}")
     else:
-      say(f"{place}: {record.status} ({took})")
+      # A finished run of before says nothing about this process.
+      status = f"failed, exit {code}: {printable(words)}" if record.done else record.status
+      say(f"{place}: {status} ({took})")
+
+
+def _finished(folder: Path) -> tuple[Any, Any] | None:
+  """What tells the finished run in a folder from one that was there before; None without one."""
+  record = read_run(folder)
+  return (record.card, record.end) if record.done else None
 
 
 class _Stop:

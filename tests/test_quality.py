@@ -1,16 +1,17 @@
 """The studies of experiments/quality: every plan can be run, and a study is made in pieces."""
 
 import dataclasses
+import errno
 import importlib.util
 import json
+import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from scmoe import sweep
-from scmoe.base.errors import ConfigError
+from scmoe.base.errors import ConfigError, StorageError
 from scmoe.reports.studies import read_plan, read_results
 from scmoe.run.modality import modality_of
 
@@ -108,7 +109,6 @@ def test_a_study_in_pieces(fake, capsys, monkeypatch):
   assert 0 <= first["seconds"] < 60  # rounded to tenths
   # The rest, from another folder: what has a result is not trained again, what failed is.
   (fake / "w/bad").unlink()
-  time.sleep(1.1)  # files of calls are named by the second
   study = table.study.call(table.DESIGN, argv)
   assert len(study.done) == len(study.plan.runs)
   assert (fake / "w/starts").read_text().split()[::2].count("top2_seed-0") == 1
@@ -266,6 +266,76 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
   late.ended(run, 100.0)
   assert late.may_begin(run), "the run that ended last was faster than those before"
   assert make(305, 9000).may_begin(run)  # ends within no call: it is cut, and goes on
+
+
+def test_a_run_that_lies_in_the_folder_is_not_taken_for_one_that_failed(fake):
+  """A process that fails before it writes leaves the finished run of an earlier plan behind."""
+  table = load("table4")
+  words = ["--scale=smoke", f"--workdir={fake / 'w'}", "--only=top2"]
+  for together in ([], ["--together"]):
+    out = f"--out={fake / 'first'}{len(together)}"
+    assert len(table.study.call(table.DESIGN, [*words, *together, out]).done) == 2
+    (fake / "fake.py").rename(fake / "kept.py")  # the process that trains ends at once
+    out = f"--out={fake / 'second'}{len(together)}"
+    other = [*words, *together, out, "--config.optimizer.learning_rate=0.5"]
+    study = table.study.call(table.DESIGN, other)
+    assert not study.done
+    assert [r["status"].partition(":")[0] for r in study.failed] == [
+      "failed at step 0 of 3, exit 2"
+    ] * 2
+    (fake / "kept.py").rename(fake / "fake.py")
+
+
+@pytest.mark.parametrize(("code", "other"), [(130, False), (2, True)])
+def test_a_run_that_was_interrupted_has_not_failed(fake, monkeypatch, code, other):
+  """Nor has one that another call, which began in the same moment, trains."""
+  owners = iter([False, False])  # when the runs begin; later the other process has the lock
+  monkeypatch.setattr(sweep, "owner_lives", lambda lock: next(owners, other))
+  (fake / "fake.py").write_text(f"raise SystemExit({code})")
+  table = load("table4")
+  monkeypatch.setattr(table.study, "owner_lives", lambda lock: other)
+  argv = ["--scale=smoke", f"--workdir={fake / 'w'}", f"--out={fake / 'out'}", "--only=top2"]
+  study = table.study.call(table.DESIGN, argv)
+  assert (study.done, study.failed, list((fake / "out/runs").iterdir())) == ({}, [], [])
+
+
+def test_no_process_outlives_a_call_that_cannot_write(fake, monkeypatch):
+  """A full disk ends the call; what still trains is told to save and end, and waited for."""
+  script = fake / "fake.py"
+  holds = 'if (folder.parent / "hold").exists()'
+  assert holds in FAKE
+  script.write_text(FAKE.replace(holds, 'if "seed-1" in folder.name'))
+  table, begun, popen = load("table4"), [], subprocess.Popen
+
+  def begin(*words, **options):
+    begun.append(popen(*words, **options))
+    return begun[-1]
+
+  def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(subprocess, "Popen", begin)
+  monkeypatch.setattr(table.study, "write_results", full)
+  argv = ["--scale=smoke", f"--workdir={fake / 'w'}", f"--out={fake / 'out'}", "--only=top2"]
+  with pytest.raises(StorageError, match=r"out/runs.* cannot be written: No space left on device"):
+    table.study.call(table.DESIGN, [*argv, "--jobs=2"])
+  assert len(begun) == 2
+  assert all(process.poll() is not None for process in begun)
+  assert not list((fake / "out/runs").iterdir())
+
+
+def test_calls_of_one_second_have_files_of_their_own(tmp_path):
+  table = load("table4")
+  made = [table.study.new_file(tmp_path, "smoke-20260101T000000") for _ in range(3)]
+  suffixes = ["", "-2", "-3"]
+  assert [path.name for path in made] == [f"smoke-20260101T000000{x}.jsonl" for x in suffixes]
+  assert all(path.is_file() for path in made)
+
+
+def test_fewer_than_no_jobs_are_refused(fake):
+  table = load("table4")
+  with pytest.raises(ConfigError, match="--jobs=-2 is below 0"):
+    table.study.call(table.DESIGN, ["--scale=smoke", f"--out={fake / 'out'}", "--jobs=-2"])
 
 
 def test_all_studies_in_one_call(fake, monkeypatch, capsys):

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import shlex
 import shutil
 import sys
@@ -66,13 +67,13 @@ from scmoe.run.fields import with_field  # noqa: E402
 from scmoe.run.modality import modality_of  # noqa: E402
 from scmoe.training.checkpoint import FOLDER  # noqa: E402
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig  # noqa: E402
-from scmoe.training.workdir import prepare_workdir  # noqa: E402
+from scmoe.training.workdir import LOCK, owner_lives, prepare_workdir  # noqa: E402
 
 SCALES = ("smoke", "cpu", "gpu")
 # Seconds that a run which is cut off has for its checkpoint.
 GRACE = {"smoke": 5.0, "cpu": 10.0, "gpu": 60.0}
 CPU_LIMIT = 840.0  # of a whole study on a CPU, unless --limit_seconds says otherwise
-_CUT = (75, -15, -2)  # exit codes of a run that was told to stop
+_CUT = (75, 130, -15, -2)  # exit codes of a run that was told to stop
 
 FLAGS = (
   Flag("scale", str, "", "smoke, cpu or gpu: the sizes of the runs", required=True),
@@ -388,8 +389,13 @@ def train(many: Sequence[Asked], values: Mapping[str, Any], command: str) -> Non
     command: noted with every result.
 
   Raises:
+    ConfigError: --jobs is below 0.
     Preempted: a signal stopped the call; its runs have saved.
   """
+  if values["jobs"] < 0:
+    raise ConfigError(
+      f"--jobs={values['jobs']} is below 0; give a number of runs, or 0 for one a GPU"
+    )
   queue = [] if values["table"] else queue_of(many)
   if not queue:
     return
@@ -428,19 +434,19 @@ def of_one_text(
     OtherText: a finished run of this study read other data.
     DataError: the data cannot be read.
   """
-  if not any(result["data"] for result in known):
+  if not any(result.get("data") for result in known):
     return known
   run = with_data_at(variant_run(plan, variant, seed), data_path)
   here = _text_here(run)
   own = (result for result in collected(plan, known).done.values() if result["study"] == plan.study)
-  theirs = next((text_of(result["data"]) for result in own), {})
+  theirs = next((text_of(result.get("data", {})) for result in own), {})
   if (name := next((n for n in theirs if here.get(n) != theirs[n]), None)) is not None:
     raise OtherText(
       f"{run.data.path or run.data.source} has {name} {here.get(name)}, and the finished runs read "
       f"data with {name} {theirs[name]}: they could not be paired; give what these read, or "
       f"move results/runs/{plan.scale}-*.jsonl away to begin anew"
     )
-  return [r for r in known if r["study"] == plan.study or text_of(r["data"]) == here]
+  return [r for r in known if r["study"] == plan.study or text_of(r.get("data", {})) == here]
 
 
 _TEXTS: dict[Any, dict[str, Any]] = {}
@@ -536,7 +542,9 @@ class Pieces(sweep.Watch):
     self.one, self.keep, self.pace = one, keep, pace
     self.command, self.commit = command, commit
     scale, steps = one.plan.scale, one.plan.config["train"]["steps"]
-    self.file = one.out / "runs" / f"{scale}-{time.strftime('%Y%m%dT%H%M%S')}.jsonl"
+    self._folder = one.out / "runs"
+    self._named = f"{scale}-{time.strftime('%Y%m%dT%H%M%S')}"
+    self._file: Path | None = None  # made with the first result
     self.whole = limit - GRACE[scale]
     if limit:
       self.until = time.monotonic() + self.whole
@@ -584,8 +592,12 @@ class Pieces(sweep.Watch):
       seconds: its share of the process's wall time.
     """
     record = read_run(run.folder)
-    if not record.done and record.ended.get("code") in _CUT:
+    code = record.ended.get("code", 0)
+    if code in _CUT or (code and owner_lives(run.folder / LOCK)):  # another call trains the run
       return
+    if code and record.done:  # what lies there is an earlier run, maybe of another plan
+      steps = {"train.steps": run.config.train.steps}
+      record = dataclasses.replace(record, config=steps, card={}, train=[], evals=[], end=[])
     variant, seed = self.one.runs[run.folder]
     said = {"seconds": round(seconds, 1), "command": self.command}
     result = result_line(self.one.plan, variant, seed, record, **said)
@@ -593,14 +605,38 @@ class Pieces(sweep.Watch):
       result["git"] = {"commit": self.commit}
     self.one.results.append(result)
     try:
-      write_results(self.file, self.one.results)
+      if self._file is None:
+        self._file = new_file(self._folder, self._named)
+      write_results(self._file, self.one.results)
     except OSError as error:
-      raise StorageError(f"{self.file} cannot be written: {error.strerror}") from None
+      if self._file is not None and not self._file.stat().st_size:
+        self._file.unlink()
+      raise StorageError(
+        f"{error.filename or self._folder} cannot be written: {error.strerror}"
+      ) from None
     if record.done:
       if len(record.card.get("starts", [])) <= 1:  # a run that went on made only some of its steps
         self.pace[_size(run)] = seconds / run.config.train.steps
       if not self.keep:
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
+
+
+def new_file(folder: Path, name: str) -> Path:
+  """Makes an empty file NAME.jsonl, or NAME-2.jsonl and so on where another call made that.
+
+  Calls that begin in the same second get the same name, and each writes its file whole.
+
+  Raises:
+    OSError: it cannot be made.
+  """
+  for number in itertools.count(1):
+    path = folder / (f"{name}.jsonl" if number == 1 else f"{name}-{number}.jsonl")
+    try:
+      path.touch(exist_ok=False)
+    except FileExistsError:
+      continue
+    return path
+  raise AssertionError("unreachable")
 
 
 def _size(run: sweep.Run) -> tuple[int, ...]:

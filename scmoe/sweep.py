@@ -444,7 +444,7 @@ class _Training:
 
 
 def _finished(folder: Path) -> tuple[Any, Any] | None:
-  """What tells the finished run in a folder from one that was there before; None without one."""
+  """Card and end of the finished run in a folder, which differ from those of another; or None."""
   record = read_run(folder)
   return (record.card, record.end) if record.done else None
 

@@ -93,7 +93,11 @@ def test_a_study_in_pieces(fake, capsys, monkeypatch):
   table = load("table1_3_language")
   argv = ["--scale=smoke", f"--workdir={fake / 'w'}", f"--out={fake / 'out'}", "--commit=abc"]
   (fake / "w/bad").touch()
-  study = table.study.call(table.DESIGN, [*argv, "--only=top2,top1"])
+  with pytest.raises(sweep.Failed, match="2 runs failed: top1_seed-0, top1_seed-1;") as failed:
+    table.study.call(table.DESIGN, [*argv, "--only=top2,top1"])
+  assert failed.value.code == 4
+  assert "top1, seed 0: failed at step 0 of 3, exit 4" in capsys.readouterr().out
+  study = table.study.call(table.DESIGN, [*argv, "--table"])
   starts = (fake / "w/starts").read_text().split()
   assert sorted(starts[::2]) == sorted(f"{v}_seed-{s}" for v in ("top2", "top1") for s in (0, 1))
   assert set(starts[1::2]) == {"4", "7"}
@@ -101,7 +105,6 @@ def test_a_study_in_pieces(fake, capsys, monkeypatch):
   assert [r["status"] for r in study.failed] == [
     "failed at step 0 of 3, exit 4: NonFiniteError: no good"
   ] * 2
-  assert "top1, seed 0: failed at step 0 of 3, exit 4" in capsys.readouterr().out
   assert not (fake / "w/top2_seed-0/checkpoints").exists()
   (piece,) = (fake / "out/runs").iterdir()
   first = json.loads(piece.read_text().splitlines()[0])
@@ -278,7 +281,9 @@ def test_a_run_that_lies_in_the_folder_is_not_taken_for_one_that_failed(fake):
     (fake / "fake.py").rename(fake / "kept.py")  # the process that trains ends at once
     out = f"--out={fake / 'second'}{len(together)}"
     other = [*words, *together, out, "--config.optimizer.learning_rate=0.5"]
-    study = table.study.call(table.DESIGN, other)
+    with pytest.raises(sweep.Failed):
+      table.study.call(table.DESIGN, other)
+    study = table.study.call(table.DESIGN, [*other, "--table"])
     assert not study.done
     assert [r["status"].partition(":")[0] for r in study.failed] == [
       "failed at step 0 of 3, exit 2"

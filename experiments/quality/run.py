@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
 
   Raises:
     ConfigError: a study is unknown; or as `study.call`.
-    Preempted: as `study.call`.
+    sweep.Failed, Preempted: as `study.call`.
   """
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:

@@ -41,7 +41,7 @@ from scmoe.base.errors import ConfigError, StorageError, run_main  # noqa: E402
 from scmoe.base.output import say  # noqa: E402
 from scmoe.data.config import DataConfig  # noqa: E402
 from scmoe.models.config import ModelConfig  # noqa: E402
-from scmoe.reports.records import read_run  # noqa: E402
+from scmoe.reports.records import Record, read_run  # noqa: E402
 from scmoe.reports.speedups import read_speedups, speedups_table  # noqa: E402
 from scmoe.reports.studies import (  # noqa: E402
   Contrast,
@@ -252,6 +252,7 @@ def call(design: Design, argv: list[str]) -> Study:
 
   Raises:
     ConfigError: a flag, a field or a variant cannot be used, or the plan is registered otherwise.
+    sweep.Failed: some runs failed; the table is printed before.
     Preempted: a signal stopped the call; its runs have saved.
   """
   values, given = parse(argv, FLAGS, with_fields=True)
@@ -390,6 +391,7 @@ def train(many: Sequence[Asked], values: Mapping[str, Any], command: str) -> Non
 
   Raises:
     ConfigError: --jobs is below 0.
+    sweep.Failed: some runs failed; the others were trained, and all are filed.
     Preempted: a signal stopped the call; its runs have saved.
   """
   if values["jobs"] < 0:
@@ -417,6 +419,8 @@ def train(many: Sequence[Asked], values: Mapping[str, Any], command: str) -> Non
   extra = [f"--simulate={n}"] if (n := values["simulate"]) else []
   watch = _Watches({run.folder: watches[one.plan.study] for run, one in queue})
   sweep.train_all(todo, sweep.shared_out(jobs, len(todo)), extra, watch)
+  if failed := [record for pieces in watches.values() for record in pieces.failed]:
+    raise sweep.Failed(failed)
 
 
 def of_one_text(
@@ -545,6 +549,7 @@ class Pieces(sweep.Watch):
     self._folder = one.out / "runs"
     self._named = f"{scale}-{time.strftime('%Y%m%dT%H%M%S')}"
     self._file: Path | None = None  # made with the first result
+    self.failed: list[Record] = []
     self.whole = limit - GRACE[scale]
     if limit:
       self.until = time.monotonic() + self.whole
@@ -604,6 +609,8 @@ class Pieces(sweep.Watch):
     if self.commit and not result["git"].get("commit"):
       result["git"] = {"commit": self.commit}
     self.one.results.append(result)
+    if code:
+      self.failed.append(record)
     try:
       if self._file is None:
         self._file = new_file(self._folder, self._named)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import shlex
 import shutil
 import sys
@@ -636,14 +635,15 @@ def new_file(folder: Path, name: str) -> Path:
   Raises:
     OSError: it cannot be made.
   """
-  for number in itertools.count(1):
-    path = folder / (f"{name}.jsonl" if number == 1 else f"{name}-{number}.jsonl")
+  path, number = folder / f"{name}.jsonl", 1
+  while True:
     try:
       path.touch(exist_ok=False)
     except FileExistsError:
-      continue
-    return path
-  raise AssertionError("unreachable")
+      number += 1
+      path = folder / f"{name}-{number}.jsonl"
+    else:
+      return path
 
 
 def _size(run: sweep.Run) -> tuple[int, ...]:

@@ -1,12 +1,14 @@
 """Effective speed-ups of a folder of studies: ratios of data times ratios of throughput, by link.
 
 A study that trains the baseline with several amounts of text gives the baseline's curve. Its file
-speeds.json names these variants of it, and for each variant that is compared with the baseline the
-study that trains it and where throughputs were measured:
+baseline.json names these variants of it, and those that are compared with the baseline, each with
+the study that trains it:
 
-  {"baseline": [VARIANT, ...],
-   "links": {LINK: {VARIANT: {"study": name, "file": results of experiments/, "label": row,
-                              "base": arm, "arm": arm}}}}
+  {"variants": [VARIANT, ...], "compared": {VARIANT: STUDY}}
+
+The file speeds.json, beside the studies' folders, says where throughputs were measured:
+
+  {LINK: {VARIANT: {"file": results of experiments/, "label": row, "base": arm, "arm": arm}}}
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,9 +36,9 @@ from scmoe.reports.statistics import (
 from scmoe.reports.studies import Study, read_study, text_of
 from scmoe.reports.tables import Table
 
-SPEEDS = "speeds.json"
-_SOURCE_SHAPE = {"study": str, "file": str, "label": str, "base": str, "arm": str}
-_SPEEDS_SHAPE = {"baseline": [str], "links": {"*": {"*": _SOURCE_SHAPE}}}
+BASELINE, SPEEDS = "baseline.json", "speeds.json"
+_BASELINE_SHAPE = {"variants": [str], "compared": {"*": str}}
+_SPEEDS_SHAPE = {"*": {"*": {"file": str, "label": str, "base": str, "arm": str}}}
 _TIMES_SHAPE = [{"label": str, "arms": {"*": {"ms": float, "rounds_ms": Maybe([float])}}}]
 
 
@@ -99,8 +101,9 @@ def budgets_of(study: Study, baseline: Sequence[str]) -> Budgets:
     DataError: the study has no such variant.
   """
   if missing := [name for name in baseline if name not in study.plan.variants]:
+    where = study.plan.study
     raise DataError(
-      f"{SPEEDS} names {missing[0]}, which {study.plan.study} does not train; name a variant of it"
+      f"{BASELINE} names {missing[0]}, which {where} does not train; name a variant of it"
     )
   found: dict[float, dict[int, float]] = {}
   for (variant, seed), result in study.done.items():
@@ -137,11 +140,11 @@ def root_of(place: Path) -> Path:
 def read_speedups(place: Path, scale: str) -> Speedups | None:
   """The effective speed-ups over the baseline of one study.
 
-  None if the study names no speeds, is not registered at the scale, or has trained the baseline
+  None if the study has no baseline, is not registered at the scale, or has trained the baseline
   with fewer than three numbers of tokens.
 
   Args:
-    place: folder of the study. The studies that its speeds.json names lie beside it; files of
+    place: folder of the study. The studies that its baseline.json names lie beside it; files of
       speeds are named from three levels above.
     scale: of the studies.
 
@@ -149,28 +152,47 @@ def read_speedups(place: Path, scale: str) -> Speedups | None:
     DataError: plans, results or speeds cannot be used.
   """
   try:
-    speeds = read_json(place / SPEEDS, _SPEEDS_SHAPE)
+    named = read_json(place / BASELINE, _BASELINE_SHAPE)
     baseline = read_study(place, scale)
   except FileNotFoundError:
     return None
-  budgets = budgets_of(baseline, speeds["baseline"])
+  budgets = budgets_of(baseline, named["variants"])
   if len(budgets) < 3:
     return None
   fitted, joined = curves_of(budgets, fit_curve), curves_of(budgets, join_means)
+  compared = {
+    variant: (study, *differences(baseline, budgets, place.parent / study, variant))
+    for variant, study in named["compared"].items()
+  }
   found = []
-  for link, variants in speeds["links"].items():
-    for variant, source in variants.items():
-      pairs, tokens = differences(baseline, budgets, place.parent / source["study"], variant)
-      if len(pairs) < 2:
+  for link, sources in _speeds(place.parent / SPEEDS, compared).items():
+    for variant, (study, pairs, tokens) in compared.items():
+      source = sources.get(variant)
+      if source is None or len(pairs) < 2:
         continue
       where = root_of(place) / source["file"]
       measured = ratios(where, source["label"], source["base"], source["arm"])
       arms = f"{source['label']}: {source['base']}, {source['arm']}"
       worth = (effective_speedup(own, pairs, tokens, measured) for own in (fitted, joined))
-      found.append(Worth(variant, source["study"], len(pairs), link, source["file"], arms, *worth))
+      found.append(Worth(variant, study, len(pairs), link, source["file"], arms, *worth))
   means = {d: statistics.fmean(budgets[d].values()) for d in sorted(budgets)}
   between = map(float, np.geomspace(min(means), max(means), 40))
   return Speedups(place.name, means, {d: fitted.best.loss(d) for d in (*means, *between)}, found)
+
+
+def _speeds(path: Path, compared: Collection[str]) -> dict[str, dict[str, dict[str, str]]]:
+  """Link -> variant -> where its throughput was measured, from the file `SPEEDS`.
+
+  Raises:
+    DataError: there is no such file, or it lacks a variant that is compared with the baseline.
+  """
+  try:
+    speeds = read_json(path, _SPEEDS_SHAPE)
+  except FileNotFoundError:
+    raise DataError(f"{path} does not exist; a study with a {BASELINE} needs it") from None
+  if missing := [name for name in compared if all(name not in own for own in speeds.values())]:
+    raise DataError(f"{path} has no speed of {missing[0]}, which a {BASELINE} names; add it")
+  return speeds
 
 
 def differences(
@@ -193,13 +215,15 @@ def differences(
       variant, or its runs have several numbers of tokens.
   """
   if not place.is_dir():
-    raise DataError(f"{SPEEDS} names the study {place.name}, and {place} does not exist")
+    raise DataError(f"{BASELINE} names the study {place.name}, and {place} does not exist")
   try:
     study = read_study(place, baseline.plan.scale)
   except FileNotFoundError:
     return [], 0.0
   if variant not in study.plan.variants:
-    raise DataError(f"{SPEEDS} names {variant}, which {place} does not train; name a variant of it")
+    raise DataError(
+      f"{BASELINE} names {variant}, which {place} does not train; name a variant of it"
+    )
   text = next((text_of(result.get("data", {})) for result in baseline.done.values()), {})
   if study.plan.config != baseline.plan.config:
     return [], 0.0

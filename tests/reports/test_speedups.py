@@ -52,11 +52,12 @@ def folder(tmp_path):
             "pos3": {"ms": 9.0, "rounds_ms": [9.0, 9.5]}}}]  # fmt: skip
   (tmp_path / "experiments/times.json").write_text(json.dumps(times))
   (quality / "table6_7").mkdir()  # not registered
-  source = {"study": "table1_3_language", "file": "experiments/times.json", "label": "xl",
-            "base": "top", "arm": "pos2"}  # fmt: skip
-  speeds = {"slow link": {"scmoe_pos2": source, "dgmoe": source | {"study": "table6_7"}}}
-  named = {"baseline": list(SHARES), "links": speeds}
-  (quality / "effective_speedup/speeds.json").write_text(json.dumps(named))
+  source = {"file": "experiments/times.json", "label": "xl", "base": "top", "arm": "pos2"}
+  speeds = {"slow link": {"scmoe_pos2": source, "dgmoe": source, "top3": source}}
+  (quality / "speeds.json").write_text(json.dumps(speeds))
+  studies = {"scmoe_pos2": "table1_3_language", "dgmoe": "table6_7"}
+  named = {"variants": list(SHARES), "compared": studies}
+  (quality / "effective_speedup/baseline.json").write_text(json.dumps(named))
   return quality
 
 
@@ -105,30 +106,42 @@ def test_without_enough_results_there_is_none(folder):
   assert speedups.read_speedups(folder / "effective_speedup", "gpu") is None
 
 
-@pytest.mark.parametrize(("field", "value", "said"), [
-  ("study", "table1_3_language", "names dgmoe, which"),
-  ("study", "table9", "names the study table9, and"),
-  ("file", "experiments/no.json", "no.json does not exist"),
+@pytest.mark.parametrize(("path", "key", "value", "said"), [
+  ("effective_speedup/baseline.json", "dgmoe", "table1_3_language", "names dgmoe, which"),
+  ("effective_speedup/baseline.json", "dgmoe", "table9", "names the study table9, and"),
+  ("speeds.json", "file", "experiments/no.json", "no.json does not exist"),
 ])  # fmt: skip
-def test_a_wrong_name_is_one_line(folder, field, value, said):
-  path = folder / "effective_speedup/speeds.json"
-  speeds = json.loads(path.read_text())
-  speeds["links"]["slow link"]["dgmoe" if field == "study" else "scmoe_pos2"][field] = value
-  path.write_text(json.dumps(speeds))
+def test_a_wrong_name_is_one_line(folder, path, key, value, said):
+  stored = json.loads((folder / path).read_text())
+  where = stored["slow link"]["scmoe_pos2"] if path == "speeds.json" else stored["compared"]
+  where[key] = value
+  (folder / path).write_text(json.dumps(stored))
   with pytest.raises(DataError, match=said):
     speedups.read_speedups(folder / "effective_speedup", "gpu")
 
 
-def test_only_the_named_variants_are_the_baseline(folder):
-  path = folder / "effective_speedup/speeds.json"
+def test_a_baseline_needs_the_speeds_of_what_it_is_compared_with(folder):
+  path = folder / "speeds.json"
   speeds = json.loads(path.read_text())
-  path.write_text(json.dumps(speeds | {"baseline": ["top2_half", "top2_whole", "top2_double"]}))
+  del speeds["slow link"]["dgmoe"]
+  path.write_text(json.dumps(speeds))
+  with pytest.raises(DataError, match=r"speeds.json has no speed of dgmoe, which a baseline.json"):
+    speedups.read_speedups(folder / "effective_speedup", "gpu")
+  path.unlink()
+  with pytest.raises(DataError, match=r"speeds.json does not exist; a study with a baseline.json"):
+    speedups.read_speedups(folder / "effective_speedup", "gpu")
+
+
+def test_only_the_named_variants_are_the_baseline(folder):
+  path = folder / "effective_speedup/baseline.json"
+  named = json.loads(path.read_text())
+  path.write_text(json.dumps(named | {"variants": ["top2_half", "top2_whole", "top2_double"]}))
   read = speedups.read_speedups(folder / "effective_speedup", "gpu")
   assert read is not None
   assert sorted(read.means) == [D / 2, D, 2 * D]
-  path.write_text(json.dumps(speeds | {"baseline": ["top2_half", "top2_whole"]}))
+  path.write_text(json.dumps(named | {"variants": ["top2_half", "top2_whole"]}))
   assert speedups.read_speedups(folder / "effective_speedup", "gpu") is None
-  path.write_text(json.dumps(speeds | {"baseline": ["top2_third"]}))
+  path.write_text(json.dumps(named | {"variants": ["top2_third"]}))
   with pytest.raises(DataError, match="names top2_third, which effective_speedup does not train"):
     speedups.read_speedups(folder / "effective_speedup", "gpu")
 

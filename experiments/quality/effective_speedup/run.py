@@ -3,8 +3,8 @@
   python experiments/quality/effective_speedup/run.py --scale gpu --limit_seconds 570
 
 The runs give the baseline's curve. With the losses of the variants that other studies train at the
-same size, and the speeds that speeds.json names, the table of effective speed-ups follows;
-README.md has the formulas.
+same size (baseline.json), and the speeds that ../speeds.json names, the table of effective
+speed-ups follows; README.md has the formulas.
 """
 
 import sys

@@ -98,7 +98,8 @@ def main(argv: list[str]) -> None:
     raise ConfigError(f"--seeds={values['seeds']} and --jobs={values['jobs']} must be at least 1")
   base = run_config({**values, "allow_config_change": False}, given)
   workdir = check_workdir(values["workdir"] or f"runs/sweep-{base.name}")
-  runs = planned(base, values["grid"], values["seeds"], workdir)
+  devices = values["simulate"] or gpus_of_a_job(values["jobs"])
+  runs = planned(base, values["grid"], values["seeds"], workdir, devices)
   waiting = [run for run in runs if not is_done(run)]
   if values["dry_run"]:
     return print("\n".join([f"{len(runs)} runs in {workdir}:", *(r.folder.name for r in runs)]))
@@ -137,8 +138,17 @@ class Failed(ScmoeError):
 # --- what is run ----------------------------------------------------------------------------------
 
 
-def planned(base: RunConfig, grid: Sequence[str], seeds: int, workdir: Path) -> list[Run]:
+def planned(
+  base: RunConfig, grid: Sequence[str], seeds: int, workdir: Path, devices: int = 0
+) -> list[Run]:
   """The runs of every combination of the grid with every seed, each configuration checked.
+
+  Args:
+    base: the configuration that the combinations change.
+    grid: FIELD=VALUE,VALUE,... of each axis.
+    seeds: runs of a combination.
+    workdir: folder of the runs' folders.
+    devices: that a run will have; 0: as many as its mesh asks for.
 
   Raises:
     ConfigError: a field or value cannot be used; nothing was written.
@@ -153,7 +163,8 @@ def planned(base: RunConfig, grid: Sequence[str], seeds: int, workdir: Path) -> 
     for name, text in zip(names, choice):
       run = with_field(run, name, text)
     check_typed(run, names)
-    run.resolve(num_devices=run.mesh.planned_size, vocab_size=build.vocab_size(run.data))
+    vocabulary = build.vocab_size(run.data)
+    run.resolve(num_devices=devices or run.mesh.planned_size, vocab_size=vocabulary)
     for seed in range(base.train.seed, base.train.seed + seeds):
       name = _folder_name([*zip(names, choice), ("seed", str(seed))])
       train = dataclasses.replace(run.train, seed=seed)
@@ -228,6 +239,12 @@ def shared_out(jobs: int, processes: int) -> list[dict[str, str]]:
   ]
 
 
+def gpus_of_a_job(jobs: int) -> int:
+  """The number of GPUs that each of so many jobs has (`shared_out`); 0 on a CPU."""
+  gpus = len(visible_gpus())
+  return max(gpus // jobs, 1) if gpus else 0
+
+
 def visible_gpus() -> list[str]:
   """The GPUs that a process here would use, found without jax, which would allocate on them."""
   if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not shutil.which("nvidia-smi"):
@@ -295,6 +312,9 @@ class Watch:
       seconds: wall time of the process.
     """
 
+  def found(self, run: Run) -> None:
+    """Called instead of `ended` for a run that another sweep has finished since this one began."""
+
 
 def train_all(
   runs: Sequence[Run],
@@ -317,6 +337,7 @@ def train_all(
   waiting, free, training = list(runs), list(environments), []
   put_off: list[Run] = []  # in the order of `runs`, before those that wait
   announced: set[Path] = set()
+  earlier = {one.folder: _finished(one.folder) for run in runs for one in run.all}
   with _Stop() as stop:
     try:
       while (waiting and not stop.requested) or training:
@@ -326,11 +347,15 @@ def train_all(
           stop.end_all()
         while free and not stop.requested and (run := _next(waiting, announced)) is not None:
           waiting.remove(run)
+          place = f"[{len(runs) - len(waiting) - len(put_off)}/{len(runs)}]"
+          place = f"{place} {run.title or run.folder.name}"
+          if all(_finished_since(one, earlier[one.folder]) for one in run.all):
+            say(f"{place}: another sweep has trained it")
+            watch.found(run)
+            continue
           if not watch.may_begin(run):
             put_off.append(run)
             continue
-          number = len(runs) - len(waiting) - len(put_off)
-          place = f"[{number}/{len(runs)}] {run.title or run.folder.name}"
           training.append(_Training(run, free.pop(0), extra, place))
           stop.processes = [one.process for one in training]
           if stop.requested:  # before `stop` knew the process
@@ -443,6 +468,16 @@ class _Training:
       say(f"{place}: {status} ({took})")
 
 
+def _finished_since(run: Run, earlier: tuple[Any, Any] | None) -> bool:
+  """Whether a run was finished after `_finished` had found `earlier` in its folder."""
+  if _finished(run.folder) in (None, earlier):
+    return False
+  try:
+    return is_done(run)
+  except ConfigError:  # a run of another sweep: training says what is wrong
+    return False
+
+
 def _finished(folder: Path) -> tuple[Any, Any] | None:
   """Card and end of the finished run in a folder, which differ from those of another; or None."""
   record = read_run(folder)
@@ -474,11 +509,12 @@ class _Stop:
     self.processes = []
 
   def _handle(self, number: int, frame: Any) -> None:
-    del frame
+    del number, frame
     self.requested = True
     for process in self.processes:
-      # The terminal sends Ctrl-C to the runs too; a second SIGINT would end them without saving.
-      if process.poll() is None and number != signal.SIGINT:
+      # SIGTERM also for Ctrl-C, which the terminal sends to the runs too: it asks them to save,
+      # however often it comes. A second SIGINT would end them without saving.
+      if process.poll() is None:
         process.terminate()
 
 

@@ -291,6 +291,30 @@ def test_a_run_that_lies_in_the_folder_is_not_taken_for_one_that_failed(fake):
     (fake / "kept.py").rename(fake / "fake.py")
 
 
+def test_two_calls_at_once_share_the_runs(fake, monkeypatch, capsys):
+  """A run that the second call finishes meanwhile is trained once, and filed by both."""
+  table = load("table4")
+  monkeypatch.setattr(sweep, "visible_gpus", list)
+  words = ["--scale=smoke", f"--workdir={fake / 'w'}", "--only=top2,top3"]
+  ended = table.study.Pieces.ended
+
+  def end_and_let_another_call_train(pieces, run, seconds):
+    monkeypatch.setattr(table.study.Pieces, "ended", ended)
+    pieces.ended(run, seconds)
+    table.study.call(table.DESIGN, [*words, f"--out={fake / 'second'}"])
+
+  monkeypatch.setattr(table.study.Pieces, "ended", end_and_let_another_call_train)
+  study = table.study.call(table.DESIGN, [*words, f"--out={fake / 'first'}", "--jobs=1"])
+  assert set(study.done) == {(name, seed) for name in ("top2", "top3") for seed in (0, 1)}
+  begun = [line.split()[0] for line in (fake / "w/starts").read_text().splitlines()]
+  # The first call has filed top3_seed-0 in a folder of its own, so the second trained it again.
+  again = ["top3_seed-0", "top3_seed-1"]
+  assert sorted(begun) == ["top2_seed-0", "top2_seed-1", "top3_seed-0", *again]
+  (piece,) = (fake / "first/runs").iterdir()
+  took = ["seconds" in json.loads(line) for line in piece.read_text().splitlines()]
+  assert took == [True, False, False, False]  # it did not time what the other call trained
+
+
 @pytest.mark.parametrize(("code", "other"), [(130, False), (2, True)])
 def test_a_run_that_was_interrupted_has_not_failed(fake, monkeypatch, code, other):
   """Nor has one that another call, which began in the same moment, trains."""

@@ -1,5 +1,6 @@
 """A sweep's runs: planned, shared out, killed and gone on with, failed and shown."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from scmoe import sweep
 from scmoe.base.errors import ConfigError, Preempted, run_main
 from scmoe.reports.records import read_run
 from scmoe.run.config import RunConfig, from_json
+from scmoe.training.options import OptimizerConfig
 from scmoe.training.workdir import RunLock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -192,6 +194,43 @@ def test_dry_run_writes_nothing(fake, capsys):
   assert list(fake.iterdir()) == []
 
 
+def test_a_mesh_that_no_run_can_have_is_refused_before_the_first(fake, monkeypatch):
+  words = ["--seeds=2", "--dry_run", "--config.mesh.expert=4"]
+  with pytest.raises(ConfigError, match=r"mesh.* 2 devices"):
+    sweep.main([*words, "--simulate=2"])
+  sweep.main([*words, "--simulate=4"])
+  monkeypatch.setattr(sweep, "visible_gpus", lambda: [str(gpu) for gpu in range(8)])
+  sweep.main([*words, "--jobs=2"])
+  with pytest.raises(ConfigError, match=r"mesh.* 2 devices"):
+    sweep.main([*words, "--jobs=4"])
+  assert [sweep.gpus_of_a_job(jobs) for jobs in (1, 3, 9)] == [8, 2, 1]
+
+
+def test_a_run_that_another_sweep_has_trained_meanwhile_is_not_trained_again(fake, capsys):
+  """Two studies' calls with one list: the second one's list still has what the first finished."""
+  runs = sweep.planned(RunConfig(), [], 3, Path("w"))
+  found = []
+
+  class Beside(sweep.Watch):
+    def ended(self, run, seconds):
+      """The other sweep finishes the second run, and the third of another configuration."""
+      if run is runs[0]:
+        other = dataclasses.replace(runs[2].config, optimizer=OptimizerConfig(learning_rate=0.1))
+        sweep.train_all([runs[1], dataclasses.replace(runs[2], config=other)], [{}], [])
+
+    def found(self, run):
+      found.append(run)
+
+  sweep.train_all(runs, [{}], [], Beside())
+  assert found == [runs[1]]
+  assert [len(starts(run.folder)) for run in runs] == [1, 1, 2]
+  assert "[2/3] seed-1: another sweep has trained it" in capsys.readouterr().out
+  found.clear()
+  sweep.train_all(runs[:1], [{}], [], Beside())  # it was finished before: the caller asks for more
+  assert not found
+  assert len(starts(runs[0].folder)) == 2
+
+
 def test_killed_in_the_middle_it_goes_on(fake):
   """Killed outright, its run in flight stays alone: the next sweep waits for it."""
   folder = fake / "w"
@@ -210,11 +249,12 @@ def test_killed_in_the_middle_it_goes_on(fake):
     wait_for_starts(first, count)
     return process
 
-  stopped = begin(1)
-  stopped.send_signal(signal.SIGTERM)  # passed on: the fake run ends without having saved
-  assert stopped.wait(60) == Preempted.code
-  assert not read_run(first).done
-  killed = begin(2)
+  for count, number in ((1, signal.SIGTERM), (2, signal.SIGINT)):
+    stopped = begin(count)
+    stopped.send_signal(number)  # passed on: the fake run ends without having saved
+    assert stopped.wait(60) == Preempted.code
+    assert not read_run(first).done
+  killed = begin(3)
   killed.kill()
   killed.wait(60)
   (folder / "hold").unlink()  # what it left behind now ends by itself

@@ -311,7 +311,7 @@ class Asked:
     Raises:
       StorageError: the folder cannot be written.
     """
-    prepare_workdir(self.out / "runs")
+    prepare_workdir(self.out / "runs", "out")
     self.plan.write(self.out)
 
   @property
@@ -588,12 +588,17 @@ class Pieces(sweep.Watch):
     for one in run.all:
       self._ended(one, seconds / len(run.all))
 
-  def _ended(self, run: sweep.Run, seconds: float) -> None:
+  def found(self, run: sweep.Run) -> None:
+    """Writes the results of runs that another call has trained: it may have had another --out."""
+    for one in run.all:
+      self._ended(one, None)
+
+  def _ended(self, run: sweep.Run, seconds: float | None) -> None:
     """Writes a run's result, unless it was only cut off.
 
     Args:
       run: one run of a process.
-      seconds: its share of the process's wall time.
+      seconds: its share of the process's wall time; None: another call's process trained it.
     """
     record = read_run(run.folder)
     code = record.ended.get("code", 0)
@@ -603,7 +608,8 @@ class Pieces(sweep.Watch):
       steps = {"train.steps": run.config.train.steps}
       record = dataclasses.replace(record, config=steps, card={}, train=[], evals=[], end=[])
     variant, seed = self.one.runs[run.folder]
-    said = {"seconds": round(seconds, 1), "command": self.command}
+    said: dict[str, Any] = {} if seconds is None else {"seconds": round(seconds, 1)}
+    said["command"] = self.command
     result = result_line(self.one.plan, variant, seed, record, **said)
     if self.commit and not result["git"].get("commit"):
       result["git"] = {"commit": self.commit}
@@ -621,7 +627,8 @@ class Pieces(sweep.Watch):
         f"{error.filename or self._folder} cannot be written: {error.strerror}"
       ) from None
     if record.done:
-      if len(record.card.get("starts", [])) <= 1:  # a run that went on made only some of its steps
+      # A run that went on made only some of its steps.
+      if seconds is not None and len(record.card.get("starts", [])) <= 1:
         self.pace[_size(run)] = seconds / run.config.train.steps
       if not self.keep:
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
@@ -677,6 +684,10 @@ class _Watches(sweep.Watch):
         dataclasses.replace(own[0], beside=tuple(own[1:])),
         seconds * len(own) / len(run.all),
       )
+
+  def found(self, run: sweep.Run) -> None:
+    for one in run.all:
+      self.of[one.folder].found(dataclasses.replace(one, beside=()))
 
 
 def against(base: str, *variants: str, margins: Mapping[str, float] | None = None) -> tuple:

@@ -143,7 +143,10 @@ def read_plan(path: Path) -> Plan:
   values = read_json(path, _PLAN_SHAPE)
   contrasts = tuple(Contrast(c["variant"], c["base"], c["margin"]) for c in values["contrasts"])
   names = ("study", "scale", "title", "config", "variants", "seeds", "metric")
-  return Plan(**{name: values[name] for name in names}, contrasts=contrasts)
+  plan = Plan(**{name: values[name] for name in names}, contrasts=contrasts)
+  if path.name != plan.file:
+    raise ConfigError(f"{path} has the scale {plan.scale!r}; name the file {plan.file}")
+  return plan
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -259,7 +262,10 @@ def read_results(folders: Iterable[Path], scale: str) -> list[Result]:
   found = []
   for path in sorted(path for folder in folders for path in folder.glob(f"{scale}-*.jsonl")):
     for row, text in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
-      line = parse_json(text, f"{path}:{row}", _RESULT_SHAPE)
+      try:
+        line = parse_json(text, f"{path}:{row}", _RESULT_SHAPE)
+      except DataError as error:
+        raise DataError(f"{error}; remove this line, and the next call trains its run") from None
       found.append({**line, "file": "/".join(path.parts[-4:]), "line": row})
   return sorted(found, key=lambda line: line["date"])
 

@@ -31,8 +31,12 @@ _LARGEST_PID = 2**31 - 1
 _descriptors: set[int] = set()
 
 
-def prepare_workdir(path: str | os.PathLike[str]) -> Path:
+def prepare_workdir(path: str | os.PathLike[str], name: str = "workdir") -> Path:
   """Creates the directory of a run and checks that it can be written; returns it absolute.
+
+  Args:
+    path: of the directory.
+    name: of the flag that gave it, for messages.
 
   Raises:
     ConfigError: a file is in the way, or `path` is no usable path.
@@ -40,12 +44,12 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
   """
   text = os.fspath(path)
   if not text or "\0" in text or any(len(part) > 255 for part in Path(text).parts):
-    raise ConfigError(f"workdir={text[:80]!r} is not a usable path; give a directory name")
-  workdir = with_home(text, f"workdir={text!r}").absolute()
+    raise ConfigError(f"{name}={text[:80]!r} is not a usable path; give a directory name")
+  workdir = with_home(text, f"{name}={text!r}").absolute()
   for place in (workdir, *workdir.parents):
     # In a folder that may not be searched nothing exists for `os.path`; `Path.exists` would raise.
     if os.path.exists(place) and not os.path.isdir(place):
-      raise ConfigError(f"workdir={workdir}: {place} is a file; give another directory")
+      raise ConfigError(f"{name}={workdir}: {place} is a file; give another directory")
   missing = [place for place in (workdir, *workdir.parents) if not os.path.exists(place)]
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -55,7 +59,7 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
       with contextlib.suppress(OSError):
         place.rmdir()
     raise StorageError(
-      f"workdir={workdir} cannot be written ({error.strerror}); give another directory or free it"
+      f"{name}={workdir} cannot be written ({error.strerror}); give another directory or free it"
     ) from None
   return workdir
 

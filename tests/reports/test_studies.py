@@ -58,8 +58,11 @@ def test_plan_and_results_are_read_back(tmp_path):
   with pytest.raises(FileNotFoundError):
     read_study(tmp_path, "cpu")
   (tmp_path / "results/runs/gpu-3.jsonl").write_text('{"study": "positions"}\n')
-  with pytest.raises(DataError, match=r"gpu-3.jsonl:1 cannot be used"):
+  with pytest.raises(DataError, match=r"gpu-3.jsonl:1 cannot be used: .*; remove this line"):
     read_study(tmp_path, "gpu")
+  (tmp_path / "results/plan-gpu.json").rename(tmp_path / "results/plan-cpu.json")
+  with pytest.raises(DataError, match=r"has the scale 'gpu'; name the file plan-gpu.json"):
+    read_study(tmp_path, "cpu")
 
 
 @pytest.mark.parametrize(

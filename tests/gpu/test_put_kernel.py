@@ -125,7 +125,8 @@ def test_rows_put_between_gpus_are_those_that_nccl_exchanges(program):
   """Values and gradients of a layer, 200 calls by one mailbox, and a run's losses."""
   if jax.device_count() < 2:
     pytest.skip("needs two GPUs of one host")
-  environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_MODULE_LOADING": "EAGER"}
+  paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_MODULE_LOADING": "EAGER"}
   done = subprocess.run(
     [sys.executable, "-c", program], env=environment, timeout=150, capture_output=True, text=True
   )

@@ -50,7 +50,7 @@ from scmoe.kernels.row_copier import (
   stages_of,
 )
 
-BLOCKS = 32  # Thread blocks by default.
+BLOCKS = 64  # Thread blocks by default; 48 to 132 are as fast (experiments/dispatch/README.md).
 _SENDING = 4  # Of a warp's 8 stages, those that outgoing copies may read while the warp goes on.
 _COPY_UNIT = 16  # A bulk copy moves a multiple of so many bytes.
 

@@ -3,6 +3,7 @@
 from scmoe.kernels.permute.permutation import (
   Permutation,
   gather_rows,
+  gather_rows_to_send,
   make_permutation,
   permutation_of,
   running_positions,
@@ -18,6 +19,7 @@ from scmoe.kernels.permute.permutation import (
 __all__ = [
   "Permutation",
   "gather_rows",
+  "gather_rows_to_send",
   "make_permutation",
   "permutation_of",
   "running_positions",

@@ -242,6 +242,30 @@ gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
 
 
 @jax.custom_vjp
+def gather_rows_to_send(x_TD: Array, permutation: Permutation) -> Array:
+  """`gather_rows` for rows that an exchange sends, so that their gradient comes by an exchange too.
+
+  In the backward pass XLA would compute the gather from the rows that came back, `take_rows(bar_RD,
+  row_TK)`, in one kernel with operations of the dense path that read `row_TK` or the gradients of
+  others that do. These would then wait for the exchange, and nothing could run beside it. Behind a
+  barrier around rows and `row_TK` the gather shares no operand with them.
+  """
+  return take_rows(x_TD, permutation.token_R)
+
+
+def _gather_rows_to_send_fwd(x_TD, permutation):
+  return gather_rows_to_send(x_TD, permutation), permutation
+
+
+def _gather_rows_to_send_bwd(permutation, bar_RD):
+  bar_RD, row_TK = lax.optimization_barrier((bar_RD, permutation.row_TK))
+  return sum_copies(bar_RD, row_TK), zero_cotangents(permutation)
+
+
+gather_rows_to_send.defvjp(_gather_rows_to_send_fwd, _gather_rows_to_send_bwd)
+
+
+@jax.custom_vjp
 def weigh_rows(rows_RD: Array, weight_TK: Array, permutation: Permutation) -> Array:
   """rows[r] · weight of its choice, in the rows' type; 0 · rows[r] if no choice fills row r."""
   weight_R = take_rows(weight_TK.reshape(-1), permutation.copy_R)

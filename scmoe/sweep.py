@@ -98,8 +98,7 @@ def main(argv: list[str]) -> None:
     raise ConfigError(f"--seeds={values['seeds']} and --jobs={values['jobs']} must be at least 1")
   base = run_config({**values, "allow_config_change": False}, given)
   workdir = check_workdir(values["workdir"] or f"runs/sweep-{base.name}")
-  devices = values["simulate"] or gpus_of_a_job(values["jobs"])
-  runs = planned(base, values["grid"], values["seeds"], workdir, devices)
+  runs = planned(base, values["grid"], values["seeds"], workdir, values["simulate"])
   waiting = [run for run in runs if not is_done(run)]
   if values["dry_run"]:
     return print("\n".join([f"{len(runs)} runs in {workdir}:", *(r.folder.name for r in runs)]))
@@ -148,7 +147,7 @@ def planned(
     grid: FIELD=VALUE,VALUE,... of each axis.
     seeds: runs of a combination.
     workdir: folder of the runs' folders.
-    devices: that a run will have; 0: as many as its mesh asks for.
+    devices: simulated ones that a run will have; 0: as many as its mesh asks for.
 
   Raises:
     ConfigError: a field or value cannot be used; nothing was written.
@@ -239,12 +238,6 @@ def shared_out(jobs: int, processes: int) -> list[dict[str, str]]:
   ]
 
 
-def gpus_of_a_job(jobs: int) -> int:
-  """The number of GPUs that each of so many jobs has (`shared_out`); 0 on a CPU."""
-  gpus = len(visible_gpus())
-  return max(gpus // jobs, 1) if gpus else 0
-
-
 def visible_gpus() -> list[str]:
   """The GPUs that a process here would use, found without jax, which would allocate on them."""
   if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not shutil.which("nvidia-smi"):
@@ -313,7 +306,11 @@ class Watch:
     """
 
   def found(self, run: Run) -> None:
-    """Called instead of `ended` for a run that another sweep has finished since this one began."""
+    """Called instead of `ended` for a run that another process has finished since the call began.
+
+    Args:
+      run: this one alone, without runs beside it.
+    """
 
 
 def train_all(
@@ -323,6 +320,9 @@ def train_all(
   watch: Watch | None = None,
 ) -> None:
   """Trains runs, one at a time in each environment.
+
+  A run that another process has finished since this call began is not trained: `watch.found` is
+  told of it.
 
   Args:
     runs, environments: each run, with those beside it, is a process with one of the environments
@@ -338,6 +338,7 @@ def train_all(
   put_off: list[Run] = []  # in the order of `runs`, before those that wait
   announced: set[Path] = set()
   earlier = {one.folder: _finished(one.folder) for run in runs for one in run.all}
+  total = len(runs)
   with _Stop() as stop:
     try:
       while (waiting and not stop.requested) or training:
@@ -347,11 +348,17 @@ def train_all(
           stop.end_all()
         while free and not stop.requested and (run := _next(waiting, announced)) is not None:
           waiting.remove(run)
-          place = f"[{len(runs) - len(waiting) - len(put_off)}/{len(runs)}]"
+          place = f"[{total - len(waiting) - len(put_off)}/{total}]"
           place = f"{place} {run.title or run.folder.name}"
-          if all(_finished_since(one, earlier[one.folder]) for one in run.all):
-            say(f"{place}: another sweep has trained it")
-            watch.found(run)
+          apart = [dataclasses.replace(one, beside=()) for one in run.all]
+          found = [one for one in apart if _finished_since(one, earlier[one.folder])]
+          if found:
+            for one in found:
+              say(f"{one.title or one.folder.name}: another process has trained it")
+              watch.found(one)
+            # Its other seeds may be at different steps now, so that they share no process.
+            rest = together([one for one in apart if one not in found])
+            waiting, total = [*rest, *waiting], total + len(rest) - 1
             continue
           if not watch.may_begin(run):
             put_off.append(run)
@@ -469,7 +476,11 @@ class _Training:
 
 
 def _finished_since(run: Run, earlier: tuple[Any, Any] | None) -> bool:
-  """Whether a run was finished after `_finished` had found `earlier` in its folder."""
+  """Whether a run was finished after `_finished` had found `earlier` in its folder.
+
+  Raises:
+    DataError: its files are damaged.
+  """
   if _finished(run.folder) in (None, earlier):
     return False
   try:

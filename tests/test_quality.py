@@ -291,8 +291,9 @@ def test_a_run_that_lies_in_the_folder_is_not_taken_for_one_that_failed(fake):
     (fake / "kept.py").rename(fake / "fake.py")
 
 
-def test_two_calls_at_once_share_the_runs(fake, monkeypatch, capsys):
-  """A run that the second call finishes meanwhile is trained once, and filed by both."""
+@pytest.mark.parametrize("second", ["second", "first"])
+def test_two_calls_at_once_share_the_runs(fake, monkeypatch, second):
+  """A run that the second call finishes meanwhile is trained once, and filed once in each --out."""
   table = load("table4")
   monkeypatch.setattr(sweep, "visible_gpus", list)
   words = ["--scale=smoke", f"--workdir={fake / 'w'}", "--only=top2,top3"]
@@ -301,18 +302,27 @@ def test_two_calls_at_once_share_the_runs(fake, monkeypatch, capsys):
   def end_and_let_another_call_train(pieces, run, seconds):
     monkeypatch.setattr(table.study.Pieces, "ended", ended)
     pieces.ended(run, seconds)
-    table.study.call(table.DESIGN, [*words, f"--out={fake / 'second'}"])
+    table.study.call(table.DESIGN, [*words, f"--out={fake / second}", "--keep"])
+    for folder in (fake / "w").glob("top*"):  # what an earlier, interrupted process left
+      (folder / "exit.json").write_text('{"code": 130, "words": "KeyboardInterrupt"}')
 
   monkeypatch.setattr(table.study.Pieces, "ended", end_and_let_another_call_train)
   study = table.study.call(table.DESIGN, [*words, f"--out={fake / 'first'}", "--jobs=1"])
   assert set(study.done) == {(name, seed) for name in ("top2", "top3") for seed in (0, 1)}
   begun = [line.split()[0] for line in (fake / "w/starts").read_text().splitlines()]
-  # The first call has filed top3_seed-0 in a folder of its own, so the second trained it again.
-  again = ["top3_seed-0", "top3_seed-1"]
-  assert sorted(begun) == ["top2_seed-0", "top2_seed-1", "top3_seed-0", *again]
-  (piece,) = (fake / "first/runs").iterdir()
-  took = ["seconds" in json.loads(line) for line in piece.read_text().splitlines()]
-  assert took == [True, False, False, False]  # it did not time what the other call trained
+  # A second call that does not find the first one's result trains top3_seed-0 again.
+  again = ["top3_seed-0"] if second == "second" else []
+  assert sorted(begun) == sorted(
+    ["top2_seed-0", "top2_seed-1", "top3_seed-0", "top3_seed-1", *again]
+  )
+  filed = [json.loads(line) for path in (fake / "first/runs").iterdir()
+           for line in path.read_text().splitlines()]  # fmt: skip
+  assert len(filed) == 4
+  # It timed only what its own process trained, and keeps what the other call kept.
+  assert ["seconds" in line for line in filed if line["variant"] == "top2"] == [
+    second == "first"
+  ] * 2
+  assert (fake / "w/top2_seed-1/checkpoints").exists()
 
 
 @pytest.mark.parametrize(("code", "other"), [(130, False), (2, True)])

@@ -194,16 +194,11 @@ def test_dry_run_writes_nothing(fake, capsys):
   assert list(fake.iterdir()) == []
 
 
-def test_a_mesh_that_no_run_can_have_is_refused_before_the_first(fake, monkeypatch):
+def test_a_mesh_that_the_simulated_devices_do_not_fill_is_refused_before_the_first(fake):
   words = ["--seeds=2", "--dry_run", "--config.mesh.expert=4"]
   with pytest.raises(ConfigError, match=r"mesh.* 2 devices"):
     sweep.main([*words, "--simulate=2"])
   sweep.main([*words, "--simulate=4"])
-  monkeypatch.setattr(sweep, "visible_gpus", lambda: [str(gpu) for gpu in range(8)])
-  sweep.main([*words, "--jobs=2"])
-  with pytest.raises(ConfigError, match=r"mesh.* 2 devices"):
-    sweep.main([*words, "--jobs=4"])
-  assert [sweep.gpus_of_a_job(jobs) for jobs in (1, 3, 9)] == [8, 2, 1]
 
 
 def test_a_run_that_another_sweep_has_trained_meanwhile_is_not_trained_again(fake, capsys):
@@ -224,11 +219,32 @@ def test_a_run_that_another_sweep_has_trained_meanwhile_is_not_trained_again(fak
   sweep.train_all(runs, [{}], [], Beside())
   assert found == [runs[1]]
   assert [len(starts(run.folder)) for run in runs] == [1, 1, 2]
-  assert "[2/3] seed-1: another sweep has trained it" in capsys.readouterr().out
+  assert "seed-1: another process has trained it" in capsys.readouterr().out
   found.clear()
   sweep.train_all(runs[:1], [{}], [], Beside())  # it was finished before: the caller asks for more
   assert not found
   assert len(starts(runs[0].folder)) == 2
+
+
+def test_of_seeds_that_share_a_process_the_finished_one_is_not_trained_again(fake):
+  """Another process finished the second of three seeds meanwhile: the others go on without it."""
+  first, *group = sweep.planned(RunConfig(), [], 4, Path("w"))
+  group = sweep.together(group)
+  assert [len(run.all) for run in group] == [3]
+  found = []
+
+  class Beside(sweep.Watch):
+    def ended(self, run, seconds):
+      if run is first:
+        sweep.train_all([group[0].all[1]], [{}], [])
+
+    def found(self, run):
+      found.append(run.folder.name)
+
+  sweep.train_all([first, *group], [{}], [], Beside())
+  assert found == ["seed-2"]
+  assert [len(starts(run.folder)) for run in group[0].all] == [1, 1, 0]
+  assert all(read_run(run.folder).done for run in group[0].all)
 
 
 def test_killed_in_the_middle_it_goes_on(fake):

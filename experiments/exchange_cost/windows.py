@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -30,7 +31,7 @@ from run import fields_of  # noqa: E402
 from shared_state import configured  # noqa: E402
 
 from scmoe.parallel.mesh import batch_sharding  # noqa: E402
-from scmoe.profiling.windows import program_windows, summary  # noqa: E402
+from scmoe.profiling.windows import Window, free_products, program_windows  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.training.fastest import Steps  # noqa: E402
 from scmoe.training.variants import Variant  # noqa: E402
@@ -59,9 +60,12 @@ device_description_str: "NVIDIA H200"
 
 def program(fields: dict[str, str], devices: int) -> str:
   """The scheduled program of a training step, as text."""
-  topology = topologies.get_topology_desc(
-    topology_name="h200", platform="cuda", target_config=H200, topology=f"1x1x{devices}"
-  )
+  try:
+    topology = topologies.get_topology_desc(
+      topology_name="h200", platform="cuda", target_config=H200, topology=f"1x1x{devices}"
+    )
+  except NotImplementedError:
+    raise SystemExit('jax\'s CUDA plugin is missing; pip install "jax[cuda13]"') from None
   gpus = list(topology.devices)
   with (
     mock.patch.object(jax, "devices", return_value=gpus),
@@ -96,7 +100,14 @@ def main() -> None:
   if args.text:
     args.text.write_text(text)
   print(f"{args.model}, {' '.join(args.words) or 'as configured'}, jax {jax.__version__}")
-  print(summary(program_windows(text)))
+  print("exchange; products beside it; products that could be beside it")
+  for window, free in zip(program_windows(text), free_products(text), strict=True):
+    print(f"{window.direction} {window.stage}; {listed(window)}; {listed(free)}")
+
+
+def listed(window: Window) -> str:
+  """The stages of a window's products with their numbers."""
+  return ", ".join(f"{n} {stage}" for stage, n in sorted(Counter(window.beside).items())) or "none"
 
 
 if __name__ == "__main__":

@@ -311,6 +311,7 @@ class Asked:
     Raises:
       StorageError: the folder cannot be written.
     """
+    prepare_workdir(self.out, "out")
     prepare_workdir(self.out / "runs", "out")
     self.plan.write(self.out)
 
@@ -589,16 +590,26 @@ class Pieces(sweep.Watch):
       self._ended(one, seconds / len(run.all))
 
   def found(self, run: sweep.Run) -> None:
-    """Writes the results of runs that another call has trained: it may have had another --out."""
-    for one in run.all:
-      self._ended(one, None)
+    """Writes the result of a run that another call has trained, unless it lies in --out already.
 
-  def _ended(self, run: sweep.Run, seconds: float | None) -> None:
+    The other call may have had another --out. It keeps or removes the run's checkpoints, and its
+    command, commit and time are not known here.
+    """
+    record, (variant, seed) = read_run(run.folder), self.one.runs[run.folder]
+    result = result_line(self.one.plan, variant, seed, record)
+    same = lambda other: all(other[name] == result[name] for name in ("plan", "seed", "date"))
+    filed = next(filter(same, read_results([self._folder], self.one.plan.scale)), None)
+    if filed is None:
+      self._write(result)
+    else:
+      self.one.known.append(filed)
+
+  def _ended(self, run: sweep.Run, seconds: float) -> None:
     """Writes a run's result, unless it was only cut off.
 
     Args:
       run: one run of a process.
-      seconds: its share of the process's wall time; None: another call's process trained it.
+      seconds: its share of the process's wall time.
     """
     record = read_run(run.folder)
     code = record.ended.get("code", 0)
@@ -608,14 +619,22 @@ class Pieces(sweep.Watch):
       steps = {"train.steps": run.config.train.steps}
       record = dataclasses.replace(record, config=steps, card={}, train=[], evals=[], end=[])
     variant, seed = self.one.runs[run.folder]
-    said: dict[str, Any] = {} if seconds is None else {"seconds": round(seconds, 1)}
-    said["command"] = self.command
+    said = {"seconds": round(seconds, 1), "command": self.command}
     result = result_line(self.one.plan, variant, seed, record, **said)
     if self.commit and not result["git"].get("commit"):
       result["git"] = {"commit": self.commit}
-    self.one.results.append(result)
     if code:
       self.failed.append(record)
+    self._write(result)
+    if record.done:
+      if len(record.card.get("starts", [])) <= 1:  # a run that went on made only some of its steps
+        self.pace[_size(run)] = seconds / run.config.train.steps
+      if not self.keep:
+        shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
+
+  def _write(self, result: Result) -> None:
+    """Adds a result to the study and to this call's file."""
+    self.one.results.append(result)
     try:
       if self._file is None:
         self._file = new_file(self._folder, self._named)
@@ -626,12 +645,6 @@ class Pieces(sweep.Watch):
       raise StorageError(
         f"{error.filename or self._folder} cannot be written: {error.strerror}"
       ) from None
-    if record.done:
-      # A run that went on made only some of its steps.
-      if seconds is not None and len(record.card.get("starts", [])) <= 1:
-        self.pace[_size(run)] = seconds / run.config.train.steps
-      if not self.keep:
-        shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
 
 
 def new_file(folder: Path, name: str) -> Path:
@@ -686,8 +699,7 @@ class _Watches(sweep.Watch):
       )
 
   def found(self, run: sweep.Run) -> None:
-    for one in run.all:
-      self.of[one.folder].found(dataclasses.replace(one, beside=()))
+    self.of[run.folder].found(run)
 
 
 def against(base: str, *variants: str, margins: Mapping[str, float] | None = None) -> tuple:

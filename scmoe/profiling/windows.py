@@ -1,9 +1,10 @@
 """Finds the computation that can run, or is scheduled, beside each all-to-all, without a GPU.
 
 `program_windows` reads a scheduled GPU program (optimised HLO text) and lists the operations
-between the start and the done of each exchange. `graph_windows` reads a jaxpr, before any compiler,
-and lists the matrix products that neither depend on an exchange nor are needed by it. A barrier
-counts as a dependency, so this is the window that the schedule leaves in both passes.
+between the start and the done of each exchange; `free_products` lists the matrix products that
+could be there. `graph_windows` reads a jaxpr, before any compiler, and lists the matrix products
+that neither depend on an exchange nor are needed by it. A barrier counts as a dependency, so this
+is the window that the schedule leaves in both passes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from scmoe.profiling.overlap import direction_of, stage_of
 
 _PRODUCT = re.compile(r"gemm|dot|matmul|convolution|sdpa|fmha|attention", re.IGNORECASE)
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTE = ("fusion", "custom-call", "call", "dot", "convolution", "sort", "scatter", "while")
 
 
@@ -43,8 +45,7 @@ def program_windows(program: str) -> list[Window]:
   windows: list[Window] = []
   open_at: dict[str, tuple[str, list[str]]] = {}
   for line in program.splitlines():
-    match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)$", line)
-    if not match:
+    if (match := _INSTRUCTION.match(line)) is None:
       continue
     name, rest = match.groups()
     found = re.search(r'op_name="([^"]*)"', rest)
@@ -56,12 +57,49 @@ def program_windows(program: str) -> list[Window]:
     elif " all-to-all-done(" in rest:
       (start,) = re.findall(r"all-to-all-done\(%?([\w.\-]+)", rest)
       op_name, beside = open_at.pop(start)
-      stages = [stage_of(op.partition("|")[2]) for op in beside if _PRODUCT.search(op)]
+      kernels = [op.partition("|") for op in beside]
+      stages = [stage_of(op_name) for kernel, _, op_name in kernels if _PRODUCT.search(kernel)]
       windows.append(Window(stage_of(op_name), direction_of(op_name), tuple(stages), len(beside)))
     elif open_at and any(f" {kind}(" in rest for kind in _COMPUTE):
       target = re.search(r'custom_call_target="([^"]*)"', rest)
       for _, beside in open_at.values():
         beside.append(f"{name} {target.group(1) if target else ''}|{op_name}")
+  return windows
+
+
+def free_products(program: str) -> list[Window]:
+  """The products that XLA could run beside each all-to-all of a compiled program, in order.
+
+  They are those of the same pass, forward or backward, that neither depend on the exchange nor are
+  needed by it. XLA's fusions can tie operations that `graph_windows` shows as independent: a kernel
+  with two results needs the operands of both.
+  """
+  graph, index_of = _Graph(), {}
+  starts: dict[int, int] = {}  # done -> start
+  products: list[int] = []
+  for line in program.splitlines():
+    if (match := _INSTRUCTION.match(line)) is None:
+      continue
+    name, rest = match.groups()
+    found = re.search(r'op_name="([^"]*)"', rest)
+    operands = re.findall(r"%([\w.\-]+)", rest.partition(", metadata=")[0])
+    index = index_of[name] = len(graph.nodes)
+    parents = {index_of[operand] for operand in operands if operand in index_of}
+    graph.nodes.append(_Node(name, found.group(1) if found else "", parents - {index}))
+    target = re.search(r'custom_call_target="([^"]*)"', rest)
+    if " all-to-all(" in rest:
+      starts[index] = index
+    elif " all-to-all-done(" in rest:
+      starts[index] = index_of[operands[0]]
+    elif " fusion(" in rest or " custom-call(" in rest:  # a product inside a fusion is not named
+      products += [index] if _PRODUCT.search(f"{name} {target.group(1) if target else ''}") else []
+  windows = []
+  for done, start in starts.items():
+    name = graph.nodes[start].name
+    related = graph.ancestors(start) | graph.descendants(done)
+    own = [graph.nodes[i].name for i in products if i not in related]
+    stages = [stage_of(n) for n in own if direction_of(n) == direction_of(name)]
+    windows.append(Window(stage_of(name), direction_of(name), tuple(stages), len(stages)))
   return windows
 
 

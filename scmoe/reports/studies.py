@@ -137,7 +137,7 @@ def read_plan(path: Path) -> Plan:
 
   Raises:
     FileNotFoundError: there is no such file.
-    StoredError: the file is not a plan.
+    DataError: the file is not a plan, or that of another scale than its name says.
     ConfigError: the plan contradicts itself.
   """
   values = read_json(path, _PLAN_SHAPE)
@@ -145,7 +145,9 @@ def read_plan(path: Path) -> Plan:
   names = ("study", "scale", "title", "config", "variants", "seeds", "metric")
   plan = Plan(**{name: values[name] for name in names}, contrasts=contrasts)
   if path.name != plan.file:
-    raise ConfigError(f"{path} has the scale {plan.scale!r}; name the file {plan.file}")
+    raise DataError(
+      f"{path} has the scale {plan.scale!r}; rename it {plan.file}, or correct the scale in it"
+    )
   return plan
 
 

@@ -20,7 +20,7 @@ from scmoe.models.gradient_sums import for_last_group
 from scmoe.models.gradient_totals import GradientTotal, added
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
-from scmoe.profiling.windows import Window, graph_windows, program_windows, summary
+from scmoe.profiling.windows import Window, free_products, graph_windows, program_windows, summary
 
 
 @functools.cache
@@ -235,7 +235,7 @@ ENTRY %main {
   %all-to-all-start = (bf16[4,8], bf16[4,8]) all-to-all-start(%p), metadata={op_name="jit(f)/dispatch/all_to_all"}
   %gemm_fusion_dot.1 = bf16[8,8] fusion(%p), kind=kCustom, metadata={op_name="jit(f)/mlp/dot_general"}
   %bitcast.1 = bf16[8,8] bitcast(%gemm_fusion_dot.1)
-  %loop_add_fusion = bf16[8,8] fusion(%bitcast.1), kind=kLoop, metadata={op_name="jit(f)/add"}
+  %loop_add_fusion = bf16[8,8] fusion(%bitcast.1), kind=kLoop, metadata={op_name="jit(f)/attention/add"}
   %cublas.1 = bf16[8,8] custom-call(%p), custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(f)/attention/dot_general"}
   %all-to-all-done = bf16[4,8] all-to-all-done(%all-to-all-start), metadata={op_name="jit(f)/dispatch/all_to_all"}
   %all-to-all-start.1 = (bf16[4,8], bf16[4,8]) all-to-all-start(%p), metadata={op_name="jit(f)/transpose(jvp())/combine/all_to_all"}
@@ -253,6 +253,24 @@ def test_windows_of_a_scheduled_program():
     Window("combine", "forward", (), 0),
   ]
   assert "dispatch beside: 1 mlp, 1 attention (3 operations)" in summary(found)
+
+
+def test_products_that_a_fusion_ties_to_an_exchange_are_not_free():
+  """A kernel with two results needs the operands of both, so what reads one waits for the other."""
+  free = lambda program: [(w.stage, w.beside) for w in free_products(program)]
+  assert free(PROGRAM) == [
+    ("dispatch", ("mlp", "attention")),
+    ("combine", ()),
+    ("combine", ("mlp", "attention")),
+  ]
+  both = "  %both = (bf16[8,8], bf16[8,8]) fusion(%p, %all-to-all-done), kind=kLoop\n"
+  both += "  %both.1 = bf16[8,8] get-tuple-element(%both), index=1"
+  tied = PROGRAM.replace("custom-call(%p)", "custom-call(%both.1)")
+  lines = tied.splitlines()
+  done = next(i for i, line in enumerate(lines) if "%all-to-all-done =" in line)
+  product = lines.pop(next(i for i, line in enumerate(lines) if "%cublas.1" in line))
+  lines[done:done] = [*both.splitlines(), product]
+  assert free("\n".join(lines))[0] == ("dispatch", ("mlp",))
 
 
 def test_exchanges_that_are_alike_share_a_line():

@@ -61,7 +61,7 @@ def test_plan_and_results_are_read_back(tmp_path):
   with pytest.raises(DataError, match=r"gpu-3.jsonl:1 cannot be used: .*; remove this line"):
     read_study(tmp_path, "gpu")
   (tmp_path / "results/plan-gpu.json").rename(tmp_path / "results/plan-cpu.json")
-  with pytest.raises(DataError, match=r"has the scale 'gpu'; name the file plan-gpu.json"):
+  with pytest.raises(DataError, match=r"^\S*plan-cpu.json has the scale 'gpu'; rename it"):
     read_study(tmp_path, "cpu")
 
 

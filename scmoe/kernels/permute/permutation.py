@@ -243,12 +243,12 @@ gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
 
 @jax.custom_vjp
 def gather_rows_to_send(x_TD: Array, permutation: Permutation) -> Array:
-  """`gather_rows` for rows that an exchange sends, so that their gradient comes by an exchange too.
+  """`gather_rows`, [T, D] -> [R, D], for rows that an exchange sends.
 
-  In the backward pass XLA would compute the gather from the rows that came back, `take_rows(bar_RD,
-  row_TK)`, in one kernel with operations of the dense path that read `row_TK` or the gradients of
-  others that do. These would then wait for the exchange, and nothing could run beside it. Behind a
-  barrier around rows and `row_TK` the gather shares no operand with them.
+  Their gradient arrives by an exchange. Without the barrier XLA computes the sum over the arrived
+  rows in one kernel with operations that read `row_TK` too, and these in one with the first
+  operations of the dense path. That kernel, and all that follows it, waits for the exchange. Behind
+  the barrier the sum shares no operand with them.
   """
   return take_rows(x_TD, permutation.token_R)
 

@@ -50,7 +50,8 @@ from scmoe.kernels.row_copier import (
   stages_of,
 )
 
-BLOCKS = 64  # Thread blocks by default; 48 to 132 are as fast (experiments/dispatch/README.md).
+# Thread blocks by default. 48 to 132 take at most a tenth longer (experiments/dispatch/README.md).
+BLOCKS = 64
 _SENDING = 4  # Of a warp's 8 stages, those that outgoing copies may read while the warp goes on.
 _COPY_UNIT = 16  # A bulk copy moves a multiple of so many bytes.
 

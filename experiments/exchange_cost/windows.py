@@ -9,6 +9,10 @@ It needs jax's CUDA plugin (pip install "jax[cuda13]") on Linux, and takes half 
 compiles Pos-2 with experts on two H200s (--devices), which `H200` describes to it, and schedules by
 its own estimates of time: no latency is measured, and no matrix product tuned. So the program says
 which work may stand beside an exchange, not how long either takes. --text FILE keeps the program.
+
+For each all-to-all, in order, it prints the matrix products between its start and its end, and
+those of the same pass, forward or backward, that neither need it nor are needed by it. Puts are no
+all-to-alls, and are not listed.
 """
 
 from __future__ import annotations
@@ -59,7 +63,12 @@ device_description_str: "NVIDIA H200"
 
 
 def program(fields: dict[str, str], devices: int) -> str:
-  """The scheduled program of a training step, as text."""
+  """The scheduled program of a training step, as text.
+
+  Args:
+    fields: of the configuration, changed in `gpt2_moe_medium`.
+    devices: GPUs of one host.
+  """
   try:
     topology = topologies.get_topology_desc(
       topology_name="h200", platform="cuda", target_config=H200, topology=f"1x1x{devices}"

@@ -73,7 +73,7 @@ def program(fields: dict[str, str], devices: int) -> str:
     topology = topologies.get_topology_desc(
       topology_name="h200", platform="cuda", target_config=H200, topology=f"1x1x{devices}"
     )
-  except NotImplementedError:
+  except NotImplementedError:  # jax knows no topology of a platform without a plugin
     raise SystemExit('jax\'s CUDA plugin is missing; pip install "jax[cuda13]"') from None
   gpus = list(topology.devices)
   with (

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from scmoe.profiling.overlap import direction_of, stage_of
 
 _PRODUCT = re.compile(r"gemm|dot|matmul|convolution|sdpa|fmha|attention", re.IGNORECASE)
-_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTE = ("fusion", "custom-call", "call", "dot", "convolution", "sort", "scatter", "while")
 
 
@@ -37,33 +36,48 @@ class Window:
   operations: int
 
 
+class _Instruction(NamedTuple):
+  """A line of a compiled program: NAME = REST, where the rest has the operation's name in jax."""
+
+  name: str
+  rest: str
+  op_name: str
+
+  @property
+  def is_product(self) -> bool:
+    """Whether it is a matrix product or a fused attention."""
+    target = re.search(r'custom_call_target="([^"]*)"', self.rest)
+    return _PRODUCT.search(f"{self.name} {target.group(1) if target else ''}") is not None
+
+
+def _instructions(program: str) -> Iterator[_Instruction]:
+  for line in program.splitlines():
+    if match := re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)$", line):
+      found = re.search(r'op_name="([^"]*)"', match.group(2))
+      name, rest = match.groups()
+      yield _Instruction(name, rest, found.group(1) if found else "")
+
+
 def program_windows(program: str) -> list[Window]:
   """Windows of all all-to-alls of a scheduled program, in order.
 
   The text must be of a scheduled module (`is_scheduled=true`), whose order is that of execution.
   """
   windows: list[Window] = []
-  open_at: dict[str, tuple[str, list[str]]] = {}
-  for line in program.splitlines():
-    if (match := _INSTRUCTION.match(line)) is None:
-      continue
-    name, rest = match.groups()
-    found = re.search(r'op_name="([^"]*)"', rest)
-    op_name = found.group(1) if found else ""
-    if " all-to-all(" in rest:  # XLA merges a start with the done that directly follows it
-      windows.append(Window(stage_of(op_name), direction_of(op_name), (), 0))
-    elif " all-to-all-start(" in rest:
-      open_at[name] = (op_name, [])
-    elif " all-to-all-done(" in rest:
-      (start,) = re.findall(r"all-to-all-done\(%?([\w.\-]+)", rest)
+  open_at: dict[str, tuple[str, list[_Instruction]]] = {}
+  for one in _instructions(program):
+    if " all-to-all(" in one.rest:  # XLA merges a start with the done that directly follows it
+      windows.append(Window(stage_of(one.op_name), direction_of(one.op_name), (), 0))
+    elif " all-to-all-start(" in one.rest:
+      open_at[one.name] = (one.op_name, [])
+    elif " all-to-all-done(" in one.rest:
+      (start,) = re.findall(r"all-to-all-done\(%?([\w.\-]+)", one.rest)
       op_name, beside = open_at.pop(start)
-      kernels = [op.partition("|") for op in beside]
-      stages = [stage_of(op_name) for kernel, _, op_name in kernels if _PRODUCT.search(kernel)]
-      windows.append(Window(stage_of(op_name), direction_of(op_name), tuple(stages), len(beside)))
-    elif open_at and any(f" {kind}(" in rest for kind in _COMPUTE):
-      target = re.search(r'custom_call_target="([^"]*)"', rest)
+      stages = tuple(stage_of(other.op_name) for other in beside if other.is_product)
+      windows.append(Window(stage_of(op_name), direction_of(op_name), stages, len(beside)))
+    elif open_at and any(f" {kind}(" in one.rest for kind in _COMPUTE):
       for _, beside in open_at.values():
-        beside.append(f"{name} {target.group(1) if target else ''}|{op_name}")
+        beside.append(one)
   return windows
 
 
@@ -77,22 +91,17 @@ def free_products(program: str) -> list[Window]:
   graph, index_of = _Graph(), {}
   starts: dict[int, int] = {}  # done -> start
   products: list[int] = []
-  for line in program.splitlines():
-    if (match := _INSTRUCTION.match(line)) is None:
-      continue
-    name, rest = match.groups()
-    found = re.search(r'op_name="([^"]*)"', rest)
-    operands = re.findall(r"%([\w.\-]+)", rest.partition(", metadata=")[0])
-    index = index_of[name] = len(graph.nodes)
+  for index, one in enumerate(_instructions(program)):
+    operands = re.findall(r"%([\w.\-]+)", one.rest.partition(", metadata=")[0])
     parents = {index_of[operand] for operand in operands if operand in index_of}
-    graph.nodes.append(_Node(name, found.group(1) if found else "", parents - {index}))
-    target = re.search(r'custom_call_target="([^"]*)"', rest)
-    if " all-to-all(" in rest:
+    graph.nodes.append(_Node(one.name, one.op_name, parents))
+    index_of[one.name] = index
+    if " all-to-all(" in one.rest:
       starts[index] = index
-    elif " all-to-all-done(" in rest:
+    elif " all-to-all-done(" in one.rest:
       starts[index] = index_of[operands[0]]
-    elif " fusion(" in rest or " custom-call(" in rest:  # a product inside a fusion is not named
-      products += [index] if _PRODUCT.search(f"{name} {target.group(1) if target else ''}") else []
+    elif (" fusion(" in one.rest or " custom-call(" in one.rest) and one.is_product:
+      products.append(index)  # what a fusion calls is not listed again
   windows = []
   for done, start in starts.items():
     name = graph.nodes[start].name

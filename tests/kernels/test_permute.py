@@ -8,7 +8,6 @@ import pytest
 from scmoe.kernels.grouped_matmul import choices_layout
 from scmoe.kernels.permute import (
   gather_rows,
-  gather_rows_to_send,
   running_positions,
   sum_copies,
   sum_rows,
@@ -57,16 +56,16 @@ def test_choices_of_no_expert_go_nowhere():
   np.testing.assert_array_equal(out[:, 0], [2.0, 4.0, 2.0])
 
 
-@pytest.mark.parametrize("gather", [gather_rows, gather_rows_to_send])
+@pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_gather_and_sum_match_loops_with_gradients(weighted, gather):
+def test_gather_and_sum_match_loops_with_gradients(weighted, sent):
   rng = np.random.default_rng(1)
   tokens, choices, experts, width = 37, 3, 5, 6
   permutation = tiled(routing(rng, tokens, choices, experts), experts, 8).permutation
   x = jnp.asarray(rng.normal(size=(tokens, width)), jnp.float32)
   weight = jnp.asarray(rng.normal(size=(tokens, choices)), jnp.float32)
   given = weight if weighted else None
-  x_RD = jax.jit(lambda x: gather(x, permutation))(x)
+  x_RD = jax.jit(lambda x: gather_rows(x, permutation, sent=sent))(x)
   rows = np.asarray(permutation.row_TK)
   np.testing.assert_array_equal(np.asarray(x_RD)[rows], np.repeat(x[:, None], choices, axis=1))
   assert not np.any(np.asarray(x_RD)[np.asarray(permutation.copy_R) < 0])
@@ -75,7 +74,9 @@ def test_gather_and_sum_match_loops_with_gradients(weighted, gather):
   np.testing.assert_allclose(y, combine_reference(np.asarray(x_RD), ones, rows), rtol=1e-5)
   # Plain autodiff of the dense expression is the oracle of both custom gradients.
   scale = jnp.asarray(rng.normal(size=x_RD.shape), jnp.float32)
-  fast = lambda x, w: sum_rows(jnp.sin(gather(x, permutation)) * scale, w, permutation)
+  fast = lambda x, w: sum_rows(
+    jnp.sin(gather_rows(x, permutation, sent=sent)) * scale, w, permutation
+  )
   dense = lambda x, w: jnp.einsum("tk,tkd->td", w, jnp.sin(x)[:, None] * scale[rows])
   plain = lambda x, w: dense(x, jnp.ones((tokens, choices)) if w is None else w)
   dout = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
@@ -118,7 +119,8 @@ def test_the_gradient_of_rows_to_send_shares_no_operand_with_other_operations():
   """XLA computes operations that share an operand in one kernel, which waits for all operands."""
   permutation = tiled(routing(np.random.default_rng(1), 7, 2, 3), 3, 8).permutation
   x, bar = jnp.ones((7, 4)), jnp.ones((permutation.copy_R.shape[0], 4))
-  gradient = jax.make_jaxpr(jax.vjp(lambda x: gather_rows_to_send(x, permutation), x)[1])(bar).jaxpr
+  rows = lambda x: gather_rows(x, permutation, sent=True)
+  gradient = jax.make_jaxpr(jax.vjp(rows, x)[1])(bar).jaxpr
   given = {*map(id, gradient.invars), *map(id, gradient.constvars)}
   readers = [eqn for eqn in gradient.eqns if given & set(map(id, eqn.invars))]
   assert [eqn.primitive.name for eqn in readers] == ["optimization_barrier"]

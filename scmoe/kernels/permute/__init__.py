@@ -3,7 +3,6 @@
 from scmoe.kernels.permute.permutation import (
   Permutation,
   gather_rows,
-  gather_rows_to_send,
   make_permutation,
   permutation_of,
   running_positions,
@@ -19,7 +18,6 @@ from scmoe.kernels.permute.permutation import (
 __all__ = [
   "Permutation",
   "gather_rows",
-  "gather_rows_to_send",
   "make_permutation",
   "permutation_of",
   "running_positions",

@@ -16,6 +16,7 @@ depend on the order in which a GPU runs its blocks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -183,7 +184,12 @@ def take_words(x_MN: Array, index_R: Array) -> Array:
 
 
 def sum_copies(
-  rows_RD: Array, row_TK: Array, weight_TK: Array | None = None, *, joined: bool = False
+  rows_RD: Array,
+  row_TK: Array,
+  weight_TK: Array | None = None,
+  *,
+  joined: bool = False,
+  arrived: bool = False,
 ) -> Array:
   """Σ_k weight[t, k] · rows[row[t, k]] in the type of the rows, accumulated in float32 (or wider).
 
@@ -196,7 +202,13 @@ def sum_copies(
     weight_TK: factors; None: all are 1.
     joined: whether XLA may fuse the loop over rows with the reader of its result. Set it only if no
       reader reduces over rows or columns: fused with such a reader, the loop would be slower.
+    arrived: whether an exchange has brought the rows. XLA would compute their sum in one kernel
+      with operations that read `row_TK` too, and these in one with the first operations of the
+      dense path. That kernel, and all that follows it, would wait for the exchange. Behind a
+      barrier the sum shares no operand with them.
   """
+  if arrived:
+    rows_RD, row_TK = lax.optimization_barrier((rows_RD, row_TK))
   return _sum_copies((rows_RD,), (row_TK,), weight_TK, joined)
 
 
@@ -224,45 +236,33 @@ def _sum_copies(
   return total_TD if joined else lax.optimization_barrier(total_TD)
 
 
-@jax.custom_vjp
-def gather_rows(x_TD: Array, permutation: Permutation) -> Array:
-  """rows[r] = x[token of r], zero where no choice fills row r: [T, D] -> [R, D]."""
-  return take_rows(x_TD, permutation.token_R)
+def gather_rows(x_TD: Array, permutation: Permutation, *, sent: bool = False) -> Array:
+  """rows[r] = x[token of r], zero where no choice fills row r: [T, D] -> [R, D].
 
-
-def _gather_rows_fwd(x_TD, permutation):
-  return gather_rows(x_TD, permutation), permutation
-
-
-def _gather_rows_bwd(permutation, bar_RD):
-  return sum_copies(bar_RD, permutation.row_TK), zero_cotangents(permutation)
-
-
-gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
-
-
-@jax.custom_vjp
-def gather_rows_to_send(x_TD: Array, permutation: Permutation) -> Array:
-  """`gather_rows`, [T, D] -> [R, D], for rows that an exchange sends.
-
-  Their gradient arrives by an exchange. Without the barrier XLA computes the sum over the arrived
-  rows in one kernel with operations that read `row_TK` too, and these in one with the first
-  operations of the dense path. That kernel, and all that follows it, waits for the exchange. Behind
-  the barrier the sum shares no operand with them.
+  Args:
+    x_TD: tokens.
+    permutation: of the rows.
+    sent: whether an exchange sends the rows, so that their gradient arrives by one (`sum_copies`).
   """
+  return _gather_rows(sent, x_TD, permutation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_rows(sent: bool, x_TD: Array, permutation: Permutation) -> Any:
+  del sent
   return take_rows(x_TD, permutation.token_R)
 
 
-def _gather_rows_to_send_fwd(x_TD, permutation):
-  return gather_rows_to_send(x_TD, permutation), permutation
+def _gather_rows_fwd(sent, x_TD, permutation):
+  return _gather_rows(sent, x_TD, permutation), permutation
 
 
-def _gather_rows_to_send_bwd(permutation, bar_RD):
-  bar_RD, row_TK = lax.optimization_barrier((bar_RD, permutation.row_TK))
-  return sum_copies(bar_RD, row_TK), zero_cotangents(permutation)
+def _gather_rows_bwd(sent, permutation, bar_RD):
+  bar_TD = sum_copies(bar_RD, permutation.row_TK, arrived=sent)
+  return bar_TD, zero_cotangents(permutation)
 
 
-gather_rows_to_send.defvjp(_gather_rows_to_send_fwd, _gather_rows_to_send_bwd)
+_gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
 
 
 @jax.custom_vjp

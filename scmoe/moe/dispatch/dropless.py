@@ -40,7 +40,7 @@ from scmoe.base.options import check_type
 from scmoe.kernels.grouped_matmul import RowLayout, arrived_layout
 from scmoe.kernels.permute import (
   Permutation,
-  gather_rows_to_send,
+  gather_rows,
   make_permutation,
   permutation_of,
   sum_chunks,
@@ -284,7 +284,7 @@ class Dropless:
       The rows that leave, and the queues, tied to these rows by a barrier.
     """
     window = make_window(queues, low, size)
-    rows_RD = gather_rows_to_send(x_TD, window)
+    rows_RD = gather_rows(x_TD, window, sent=True)
     if multiplies_input:
       rows_RD = weigh_rows(rows_RD, given_TK, window)
     # The layout of the arriving rows is computed from the returned queues: not before the buffer is

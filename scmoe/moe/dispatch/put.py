@@ -46,7 +46,7 @@ from scmoe.kernels.grouped_matmul.xla import choose_tile
 from scmoe.kernels.launch import runs_ptx
 from scmoe.kernels.permute import (
   Permutation,
-  gather_rows_to_send,
+  gather_rows,
   sum_copies,
   weigh_rows,
   zero_cotangents,
@@ -86,7 +86,7 @@ class Put(Dropless):
     if routing.input_weight_TK is None:
       rows_RD, origin_R = _put_tokens(x_TD, plan)
     else:
-      slots_SD = gather_rows_to_send(x_TD, plan.window)
+      slots_SD = gather_rows(x_TD, plan.window, sent=True)
       slots_SD = weigh_rows(slots_SD, routing.input_weight_TK, plan.window)
       rows_RD, origin_R = _put_slots(slots_SD, plan)
     # With `train.remat` dots or full, `jax.checkpoint` keeps values named "moe_rows". `dispatch`
@@ -288,9 +288,7 @@ def _put_tokens_fwd(x_TD, plan):
 def _put_tokens_bwd(residuals, bars):
   origin_R, plan = residuals
   slots_SD = _tiles_to_slots(bars[0], origin_R, plan)
-  # As in `gather_rows_to_send`.
-  slots_SD, row_TK = barrier((slots_SD, plan.window.row_TK))
-  return sum_copies(slots_SD, row_TK), zero_cotangents(plan)
+  return sum_copies(slots_SD, plan.window.row_TK, arrived=True), zero_cotangents(plan)
 
 
 _put_tokens.defvjp(_put_tokens_fwd, _put_tokens_bwd)

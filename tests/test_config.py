@@ -457,6 +457,14 @@ def test_rows_in_fp8_are_asked_for_where_rows_travel(others):
   check_typed(changed(mesh__expert=2, dispatch__fp8=True), ["dispatch.fp8"])
 
 
+@pytest.mark.parametrize("others", [{"dispatch__transport": "dropless"}, {"mesh__expert": 1}])
+def test_the_put_kernels_blocks_are_asked_for_where_it_runs(others):
+  given = {"mesh__expert": 2, "dispatch__transport": "put", "dispatch__put_blocks": 16}
+  line = error_of(check_typed, changed(**(given | others)), ["dispatch.put_blocks"])
+  assert "dispatch.put_blocks=16 has no effect" in line
+  check_typed(changed(**given), ["dispatch.put_blocks"])
+
+
 def test_rows_that_a_kernel_puts_are_not_rounded():
   run = changed(dispatch__transport="put", dispatch__fp8=True, mesh__expert=2)
   line = error_of(resolve, run, 2)

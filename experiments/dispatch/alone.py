@@ -42,7 +42,7 @@ from run import write
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.kernels.grouped_matmul import make_layout
-from scmoe.kernels.put import put_rows, shared_mailboxes
+from scmoe.kernels.put import put_rows, shared_mailboxes, with_room_for_tags
 from scmoe.kernels.put.kernel import BLOCKS
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual
 from scmoe.profiling.timer import interleave, repeated
@@ -60,6 +60,7 @@ class Problem:
     place, slot: int32 [W, t, K]: rank · R + row for the R rows of a rank's tiles, and rank · S +
       slot for its S = t·K choices.
     sizes: int32 [W, experts], rows of each expert.
+    row_bytes: bytes of a row.
     num_rows: R.
     remote: mean bytes that leave a device.
   """
@@ -77,10 +78,8 @@ class Problem:
     self.sizes = self.sizes.reshape(ranks, experts)
     tiles = -(-self.sizes // TILE)
     starts = np.cumsum(tiles, 1) - tiles
-    layout = jax.eval_shape(
-      lambda s: make_layout(s, int(self.sizes.sum(1).max()), TILE), jnp.asarray(self.sizes[0])
-    )
-    self.num_rows = layout.num_rows
+    self.row_bytes = width * 2
+    self.num_rows = jax.eval_shape(self.layout, jnp.asarray(self.sizes[0])).num_rows
     rank, expert = np.divmod(chosen, experts)
     place = rank * self.num_rows + starts[rank, expert] * TILE + position.reshape(chosen.shape)
     self.place = place.astype(np.int32)
@@ -88,10 +87,16 @@ class Problem:
     away = (rank != np.arange(ranks)[:, None, None]).sum()
     self.remote = int(away) * width * 2 / ranks
 
+  def layout(self, sizes):
+    """The tiles of a device whose experts have so many rows each."""
+    return with_room_for_tags(
+      make_layout(sizes, int(self.sizes.sum(1).max()), TILE), self.row_bytes
+    )
+
 
 def there(x, place, slot, sizes, *, p: Problem, **to):
   """The rows that arrive at the experts, their slots, and how many rows are in use."""
-  groups = make_layout(sizes, int(p.sizes.sum(1).max()), TILE)
+  groups = p.layout(sizes)
   arrive = {"num_rows": p.num_rows, "groups": groups, "axis": "expert", **to}
   rows, tags = put_rows(x, place, tag_MK=slot, **arrive)
   return rows, tags, groups.num_tiles * TILE
@@ -141,7 +146,7 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
   flat = lambda a: place_on(jnp.asarray(a.reshape(-1, *a.shape[2:])))
   x = jax.random.normal(jax.random.key(0), (p.ranks * p.tokens, args.width)).astype(jnp.bfloat16)
   x, place, slot, sizes = place_on(x), flat(p.place), flat(p.slot), flat(p.sizes)
-  by_puts = {"p": p, "blocks": blocks}
+  by_puts = {"p": p, "blocks": blocks, "beside": args.beside}
 
   def jitted(arm, count, results: Any = BATCH):
     return jax.jit(manual(arm, mesh, (BATCH,) * count, results), compiler_options=options)
@@ -192,6 +197,7 @@ def main() -> None:
   parser.add_argument("--experts", type=int, default=8, help="experts of a device")
   parser.add_argument("--k", type=int, default=2, help="K")
   parser.add_argument("--blocks", default=str(BLOCKS), help="thread blocks of the kernel")
+  parser.add_argument("--beside", action="store_true", help="the kernel has a stream of its own")
   parser.add_argument("--arms", default="all_to_all,put,put back")
   parser.add_argument("--calls", type=int, default=20, help="calls in the shorter program")
   parser.add_argument("--loop", action="store_true", help="calls are a loop's iterations")

@@ -2,6 +2,8 @@
 
   python experiments/exchange_cost/windows.py --model medium
   python experiments/exchange_cost/windows.py --model fine dispatch.transport=dropless
+  python experiments/exchange_cost/windows.py dispatch.transport=put dispatch.put_blocks=16 \\
+      overlap.order=barriers "overlap.schedule=attention 1: projections"
   python experiments/exchange_cost/windows.py dispatch.chunks=2 overlap.order=barriers \\
       "overlap.schedule=mlp 0, attention 1: projections"
 
@@ -10,9 +12,9 @@ compiles Pos-2 with experts on two H200s (--devices), which `H200` describes to 
 its own estimates of time: no latency is measured, and no matrix product tuned. So the program says
 which work may stand beside an exchange, not how long either takes. --text FILE keeps the program.
 
-For each all-to-all, in order, it prints the matrix products between its start and its end, and
-those of the same pass, forward or backward, that neither need it nor are needed by it. Puts are no
-all-to-alls, and are not listed.
+For each exchange, in order, it prints the matrix products between its start and its end, and those
+of the same pass, forward or backward, that neither need it nor are needed by it. A put has such a
+start and end only if its kernel has a stream of its own (`dispatch.put_blocks`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Finds the computation that can run, or is scheduled, beside each all-to-all, without a GPU.
+"""Finds the computation that can run, or is scheduled, beside each exchange, without a GPU.
 
 `program_windows` reads a scheduled GPU program (optimised HLO text) and lists the operations
-between the start and the done of each exchange; `free_products` lists the matrix products that
-could be there. `graph_windows` reads a jaxpr, before any compiler, and lists the matrix products
+between the start and the done of each exchange, an all-to-all or a put
+(`dispatch.transport=put`); `free_products` lists the matrix products that could be there.
+`graph_windows` reads a jaxpr, before any compiler, and lists the matrix products
 that neither depend on an exchange nor are needed by it. A barrier counts as a dependency, so this
 is the window that the schedule leaves in both passes.
 """
@@ -17,6 +18,9 @@ from typing import Any, NamedTuple
 from scmoe.profiling.overlap import direction_of, stage_of
 
 _PRODUCT = re.compile(r"gemm|dot|matmul|convolution|sdpa|fmha|attention", re.IGNORECASE)
+# The jitted function of `scmoe.kernels.put`. On a stream of its own its kernel is a call, with a
+# start and a done; otherwise the kernel itself stands in the program.
+_PUT = "jit(put_rows_kernel)"
 _COMPUTE = ("fusion", "custom-call", "call", "dot", "convolution", "sort", "scatter", "while")
 
 
@@ -49,6 +53,25 @@ class _Instruction(NamedTuple):
     target = re.search(r'custom_call_target="([^"]*)"', self.rest)
     return _PRODUCT.search(f"{self.name} {target.group(1) if target else ''}") is not None
 
+  @property
+  def starts_exchange(self) -> bool:
+    """Whether it starts an exchange that another instruction ends."""
+    is_put = " call-start(" in self.rest and _PUT in self.op_name
+    return is_put or " all-to-all-start(" in self.rest
+
+  @property
+  def is_exchange(self) -> bool:
+    """Whether it is a whole exchange; XLA merges a start with the done that directly follows it."""
+    is_put = " custom-call(" in self.rest and _PUT in self.op_name
+    # The kernel of a put with a start stands in a computation of its own, `compute_on`.
+    return (is_put and "/compute_on" not in self.op_name) or " all-to-all(" in self.rest
+
+  @property
+  def ends(self) -> str | None:
+    """The name of the instruction that this one ends, whether an exchange or another call."""
+    found = re.search(r" (?:all-to-all|call)-done\(%?([\w.\-]+)", self.rest)
+    return found.group(1) if found else None
+
 
 def _instructions(program: str) -> Iterator[_Instruction]:
   for line in program.splitlines():
@@ -59,20 +82,19 @@ def _instructions(program: str) -> Iterator[_Instruction]:
 
 
 def program_windows(program: str) -> list[Window]:
-  """Windows of all all-to-alls of a scheduled program, in order.
+  """Windows of all exchanges of a scheduled program, in order.
 
   The text must be of a scheduled module (`is_scheduled=true`), whose order is that of execution.
   """
   windows: list[Window] = []
   open_at: dict[str, tuple[str, list[_Instruction]]] = {}
   for one in _instructions(program):
-    if " all-to-all(" in one.rest:  # XLA merges a start with the done that directly follows it
+    if one.is_exchange:
       windows.append(Window(stage_of(one.op_name), direction_of(one.op_name), (), 0))
-    elif " all-to-all-start(" in one.rest:
+    elif one.starts_exchange:
       open_at[one.name] = (one.op_name, [])
-    elif " all-to-all-done(" in one.rest:
-      (start,) = re.findall(r"all-to-all-done\(%?([\w.\-]+)", one.rest)
-      op_name, beside = open_at.pop(start)
+    elif one.ends in open_at:
+      op_name, beside = open_at.pop(one.ends)
       stages = tuple(stage_of(other.op_name) for other in beside if other.is_product)
       windows.append(Window(stage_of(op_name), direction_of(op_name), stages, len(beside)))
     elif open_at and any(f" {kind}(" in one.rest for kind in _COMPUTE):
@@ -82,7 +104,7 @@ def program_windows(program: str) -> list[Window]:
 
 
 def free_products(program: str) -> list[Window]:
-  """The products that XLA could run beside each all-to-all of a compiled program, in order.
+  """The products that XLA could run beside each exchange of a compiled program, in order.
 
   They are those of the same pass, forward or backward, that neither depend on the exchange nor are
   needed by it. XLA's fusions can tie operations that `graph_windows` shows as independent: a kernel
@@ -90,16 +112,19 @@ def free_products(program: str) -> list[Window]:
   """
   graph, index_of = _Graph(), {}
   starts: dict[int, int] = {}  # done -> start
+  begun: set[str] = set()  # names of the starts
   products: list[int] = []
   for index, one in enumerate(_instructions(program)):
     operands = re.findall(r"%([\w.\-]+)", one.rest.partition(", metadata=")[0])
     parents = {index_of[operand] for operand in operands if operand in index_of}
     graph.nodes.append(_Node(one.name, one.op_name, parents))
     index_of[one.name] = index
-    if " all-to-all(" in one.rest:
+    if one.is_exchange:
       starts[index] = index
-    elif " all-to-all-done(" in one.rest:
-      starts[index] = index_of[operands[0]]
+    elif one.starts_exchange:
+      begun.add(one.name)
+    elif one.ends in begun:
+      starts[index] = index_of[one.ends]
     elif (" fusion(" in one.rest or " custom-call(" in one.rest) and one.is_product:
       products.append(index)  # what a fusion calls is not listed again
   windows = []

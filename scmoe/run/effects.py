@@ -327,16 +327,22 @@ RULES = (
     "set dispatch.transport=packed, dropless or per_rank",
   ),
   _Rule(
-    ("dispatch.overflow", "dispatch.fp8"),
+    ("dispatch.overflow", "dispatch.fp8", "dispatch.put_blocks"),
     lambda run: not run.dispatch.adaptive_r and "adaptive_r" not in _tuned(run),
     "dispatch.adaptive_r=0 gathers the experts' weights and exchanges no rows",
     "set dispatch.adaptive_r=1",
   ),
   _Rule(
-    ("dispatch.overflow", "dispatch.fp8"),
+    ("dispatch.overflow", "dispatch.fp8", "dispatch.put_blocks"),
     lambda run: run.mesh.expert == 1,
     "mesh.expert=1 leaves the rows on their device, which has all experts",
     "set mesh.expert to 2 or more",
+  ),
+  _Rule(
+    ("dispatch.put_blocks",),
+    lambda run: run.dispatch.kind is not None and run.dispatch.kind.exchanges,
+    "dispatch.transport={run.dispatch.transport!r} sends rows without the kernel of puts",
+    "set dispatch.transport=put",
   ),
   _Rule(
     ("dispatch.overflow",),

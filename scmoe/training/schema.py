@@ -107,6 +107,7 @@ _SINCE = {
     "silent": False,
     "overflow": "loop",
     "fp8": False,
+    "put_blocks": 0,
     "ablation": {"first_round": False},
   },
   "mesh": {

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
 from scmoe.kernels.grouped_matmul.layout import make_layout
-from scmoe.kernels.put import peers, put_rows, rows, takes
-from scmoe.kernels.put.kernel import put_rows_kernel
+from scmoe.kernels.put import peers, put_rows, rows, takes, with_room_for_tags
+from scmoe.kernels.put.kernel import put_rows_kernel, rows_of_tags
 from scmoe.kernels.put.mailboxes import open_mailboxes
 from scmoe.moe.dispatch import DispatchConfig, make_transport, put
 from scmoe.moe.dispatch.put import Put
@@ -26,10 +26,14 @@ W, M, K, D, R, TILE = 4, 6, 2, 8, 24, 4
 BATCH = P(BATCH_AXES)
 
 
+PLACES = R - rows_of_tags(R, 4 * D)  # the rows after these hold the tags
+
+
 def places() -> np.ndarray:
   """int32 [W, M, K], all different; a third of them no place."""
   rng = np.random.default_rng(0)
-  drawn = rng.permutation(W * R)[: W * M * K].reshape(W, M, K)
+  rank, row = np.divmod(rng.permutation(W * PLACES)[: W * M * K].reshape(W, M, K), PLACES)
+  drawn = rank * R + row
   return np.where(rng.random((W, M, K)) < 1 / 3, W * R, drawn).astype(np.int32)
 
 
@@ -40,8 +44,12 @@ def put_on_devices(with_count: bool, with_groups: bool):
 
   def local(x_MD, place_MK, tag_MK):
     count = jnp.asarray(4, jnp.int32) if with_count else None
-    groups = make_layout(sizes_G, R - 3 * (TILE - 1), TILE) if with_groups else None
-    assert groups is None or groups.num_rows == R
+    groups = None
+    if with_groups:
+      groups = make_layout(sizes_G, R - TILE - 3 * (TILE - 1), TILE)
+      assert groups.num_rows == R - TILE
+      groups = with_room_for_tags(groups, 4 * D)
+      assert groups.num_rows == R
     options = {"num_rows": R, "axis": "expert", "count": count, "groups": groups}
     return put_rows(x_MD, place_MK, tag_MK=tag_MK, **options)
 
@@ -62,8 +70,9 @@ def test_rows_and_tags_arrive_at_their_places(with_count, with_groups):
   for w, m, k in np.ndindex(W, M, K):
     if place[w, m, k] < W * R and (m < 4 or not with_count):
       want[place[w, m, k]], wanted_tags[place[w, m, k]] = x[w, m], tag[w, m, k]
-  np.testing.assert_array_equal(got, want)
-  np.testing.assert_array_equal(tags, wanted_tags)
+  here = np.arange(W * R) % R < PLACES
+  np.testing.assert_array_equal(got[here], want[here])
+  np.testing.assert_array_equal(tags[here], wanted_tags[here])
 
 
 @pytest.mark.parametrize(
@@ -127,6 +136,10 @@ def test_gpus_that_cannot_put_refuse_it_and_a_cpu_does_not(
     transport_of()
 
 
+def test_the_kernel_has_a_stream_of_its_own_if_its_blocks_are_given():
+  assert (transport_of().blocks, transport_of(put_blocks=16).blocks) == (0, 16)
+
+
 def test_without_a_driver_every_gpu_counts_as_within_reach(monkeypatch):
   def none(name):
     raise OSError(f"{name}: cannot open shared object file")
@@ -150,20 +163,40 @@ def lowered(function, in_specs, out_specs, *shapes) -> str:
   return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.parametrize(
+  ("num_rows", "row_bytes", "tile", "spare"),
+  # 5 rows of 16 bytes: four rows' tags fill one. 40,000 rows of 2,560 bytes have 160 kB of tags,
+  # 63 rows. 128 rows of 16 bytes: 384 rows hold the tags of 96 in 24 tiles of four.
+  [(4, 16, 1, 1), (40_064, 2_560, 64, 1), (128, 16, 4, 8)],
+)
+def test_tiles_have_room_for_the_tags_of_all_other_rows(num_rows, row_bytes, tile, spare):
+  made = make_layout(jnp.asarray([0]), num_rows - tile + 1, tile)
+  assert made.num_rows == num_rows
+  groups = with_room_for_tags(made, row_bytes)
+  assert groups.num_rows == num_rows + spare * tile
+  room = rows_of_tags(groups.num_rows, row_bytes)
+  assert room <= spare * tile
+  assert room * row_bytes >= 4 * (groups.num_rows - room) > (room - 1) * row_bytes
+  assert int(groups.num_tiles[0]) == 0
+  assert len(groups.tile_group_I) == groups.num_rows // tile
+
+
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("tagged", [False, True])
-def test_the_kernel_lowers_for_cuda(tagged):
+def test_the_kernel_lowers_for_cuda(tagged, beside):
   def local(x, place, tag, sizes):
-    layout = make_layout(sizes, 512, 128)
+    layout = with_room_for_tags(make_layout(sizes, 512, 128), 512)
     groups = layout.group_sizes_G, layout.tile_starts_G, layout.tiles_G
-    count, sizes = jnp.asarray(256), {"num_rows": layout.num_rows, "tile": 128, "blocks": 8}
-    mailboxes = open_mailboxes("expert", 8)
-    return put_rows_kernel(x, place, tag if tagged else None, count, groups, mailboxes, **sizes)[0]
+    mailboxes, tags = open_mailboxes("expert", 8), tag if tagged else None
+    sizes = {"num_rows": layout.num_rows, "tile": 128, "blocks": 8, "beside": beside}
+    return put_rows_kernel(x, place, tags, jnp.asarray(256), groups, mailboxes, **sizes)
 
   shape = lambda *s, dtype: jax.ShapeDtypeStruct(s, dtype)
   places = shape(512, 2, dtype=jnp.int32)
   given = shape(512, 256, dtype=jnp.bfloat16), places, places, shape(8, dtype=jnp.int32)
-  # The second kernel opens the mailboxes.
-  assert lowered(local, (BATCH,) * 4, BATCH, *given).count("@mosaic_gpu_v2") == 2
+  text = lowered(local, (BATCH,) * 4, BATCH, *given)
+  assert text.count("@mosaic_gpu_v2") == 2  # the second kernel opens the mailboxes
+  assert ('_xla_stream_annotation = "2"' in text) == beside
 
 
 def test_a_layer_puts_rows_four_times_with_its_gradient(monkeypatch):

@@ -273,6 +273,36 @@ def test_products_that_a_fusion_ties_to_an_exchange_are_not_free():
   assert free("\n".join(lines))[0] == ("dispatch", ("mlp",))
 
 
+PUTS = """
+HloModule jit_run, is_scheduled=true
+%compute_on (p: bf16[4,8]) -> bf16[4,8] {
+  ROOT %k.1 = bf16[4,8] custom-call(%p.1), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/dispatch/jit(put_rows_kernel)/compute_on/put_rows"}
+}
+ENTRY %main {
+  %p = bf16[4,8]{1,0} parameter(0)
+  %other-start = (bf16[4,8], bf16[4,8]) call-start(%p), to_apply=%copies, metadata={op_name="jit(f)/fetch/compute_on"}
+  %call-start = (bf16[4,8], bf16[4,8]) call-start(%p), to_apply=%compute_on, metadata={op_name="jit(f)/dispatch/jit(put_rows_kernel)/compute_on"}
+  %gemm_fusion_dot.1 = bf16[8,8] fusion(%p), kind=kCustom, metadata={op_name="jit(f)/mlp/dot_general"}
+  %other-done = bf16[4,8] call-done(%other-start), metadata={op_name="jit(f)/fetch/compute_on"}
+  %call-done = bf16[4,8] call-done(%call-start), metadata={op_name="jit(f)/dispatch/jit(put_rows_kernel)/compute_on"}
+  %gemm_fusion_dot.2 = bf16[8,8] fusion(%call-done), kind=kCustom, metadata={op_name="jit(f)/experts/dot_general"}
+  ROOT %k.2 = bf16[4,8] custom-call(%gemm_fusion_dot.2), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/combine/jit(put_rows_kernel)/put_rows/mpmd_map"}
+}
+"""
+
+
+def test_puts_are_exchanges_with_a_start_and_a_done_if_they_have_a_stream_of_their_own():
+  """A call of another kind on a stream, such as a copy from the host, is none."""
+  assert program_windows(PUTS) == [
+    Window("dispatch", "forward", ("mlp",), 1),
+    Window("combine", "forward", (), 0),
+  ]
+  assert [(w.stage, w.beside) for w in free_products(PUTS)] == [
+    ("dispatch", ("mlp",)),
+    ("combine", ("mlp",)),
+  ]
+
+
 def test_exchanges_that_are_alike_share_a_line():
   dispatch = Window("dispatch", "forward", ("mlp", "attention", "mlp"), 5)
   combine = Window("combine", "backward", (), 0)

@@ -14,6 +14,7 @@ from scmoe.kernels.grouped_matmul.layout import (
   padded_layout,
   sorted_layout,
   tiled_layout,
+  with_spare_tiles,
 )
 from scmoe.kernels.grouped_matmul.matmul import grouped_matmul, grouped_outer
 from scmoe.kernels.grouped_matmul.options import FFNOptions
@@ -47,4 +48,5 @@ __all__ = [
   "sorted_layout",
   "splits_of_one_row",
   "tiled_layout",
+  "with_spare_tiles",
 ]

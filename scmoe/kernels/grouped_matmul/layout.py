@@ -119,6 +119,12 @@ def make_layout(group_sizes_G: jax.Array, num_rows: int, tile: int) -> GroupLayo
   )
 
 
+def with_spare_tiles(layout: GroupLayout, spare: int) -> GroupLayout:
+  """The layout with `spare` more tiles after all others, for which no group has rows."""
+  group_I = jnp.pad(layout.tile_group_I, (0, spare), constant_values=layout.num_groups - 1)
+  return dataclasses.replace(layout, tile_group_I=group_I)
+
+
 def make_equal_layout(runs: int, num_groups: int, rows: int, tile: int) -> GroupLayout:
   """The layout of rows [runs, G, rows], where the rows of a group in a run fill whole tiles.
 

@@ -13,6 +13,10 @@ block b signals to block b of every rank that all rows that it sent have arrived
 signal from block b of every rank. So once all blocks of a device have ended, the device's own
 result is complete.
 
+The numbers that arrive beside rows, the tags, lie in the last rows of the same result. XLA hides a
+call on a stream of its own only if the call has one result; of a call with two, it hides the
+reading of the results instead.
+
 One process drives all devices, because an address means nothing in another process. The GPUs must
 reach each other's memory, as those of one host do over NVLink; XLA then allows it. A device that
 never reaches the kernel leaves the others waiting in it for ever (`train.watchdog_seconds`).
@@ -27,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from scmoe.base.compat import compute_on
 from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled
 from scmoe.kernels.put.mailboxes import (
@@ -52,6 +57,9 @@ from scmoe.kernels.row_copier import (
 
 # Thread blocks by default. 48 to 132 take at most a tenth longer (experiments/dispatch/README.md).
 BLOCKS = 64
+# The stream of CUDA for calls that run beside the computation. XLA numbers streams; copies of
+# experts from the host's memory have stream 1 (`scmoe.offload.fetch`).
+_STREAM = "gpu_stream:2"
 _SENDING = 4  # Of a warp's 8 stages, those that outgoing copies may read while the warp goes on.
 _COPY_UNIT = 16  # A bulk copy moves a multiple of so many bytes.
 
@@ -64,7 +72,15 @@ def takes(row_bytes: int, num_copies: int, ranks: int) -> bool:
   return fits(row_bytes, num_copies) and row_bytes % _COPY_UNIT == 0 and ranks <= MOST_RANKS
 
 
-@functools.partial(jax.jit, static_argnames=("num_rows", "tile", "blocks"))
+def rows_of_tags(num_rows: int, row_bytes: int) -> int:
+  """How many of a result's rows, its last ones, hold the tags of the others.
+
+  With rows of 16 bytes, room for four tags, 1 of 5 rows holds the tags of the other four.
+  """
+  return -(-num_rows * WORD // (row_bytes + WORD))
+
+
+@functools.partial(jax.jit, static_argnames=("num_rows", "tile", "blocks", "beside"))
 def put_rows_kernel(
   x_MD: jax.Array,
   place_MK: jax.Array,
@@ -76,13 +92,15 @@ def put_rows_kernel(
   num_rows: int,
   tile: int,
   blocks: int,
-) -> tuple[jax.Array, jax.Array | None]:
+  beside: bool = False,
+) -> jax.Array:
   """Sends rows to their places on all ranks, and tags beside them if given; see `rows.put_rows`.
 
   Args:
     x_MD: rows that the kernel `takes`.
     place_MK: int32, rank · R + row of each copy; a number outside [0, W·R) is no place. No two
-      copies have the same place, whichever ranks they come from.
+      copies have the same place, whichever ranks they come from. With tags, none of the last
+      `rows_of_tags` rows is a place.
     tag_MK: int32, a number that arrives beside each copy; None: no numbers are sent.
     count: int32 scalar: only the first `count` rows are sent to their places; the kernel does not
       read the others.
@@ -93,10 +111,12 @@ def put_rows_kernel(
     num_rows: R.
     tile: rows of a tile.
     blocks: thread blocks.
+    beside: run the kernel on a stream of its own, so that XLA may compute beside it.
 
   Returns:
-    The rows [R, D] that have arrived here, and their tags [R], or None without `tag_MK`. The kernel
-    writes no other rows, except the zeros that `groups` asks for.
+    The rows [R, D] that have arrived here. With `tag_MK` the last `rows_of_tags` hold the tags of
+    the others (`tags_in`). The kernel writes no other rows, except the zeros that `groups` asks
+    for.
   """
   (rows, width), copies, tagged = x_MD.shape, place_MK.shape[1], tag_MK is not None
   num_groups = 0 if groups is None else groups[0].shape[0]
@@ -110,22 +130,22 @@ def put_rows_kernel(
 
   def put_rows(*refs):  # a trace shows this name
     *arrays, shared = refs
-    stand_in = [] if tagged else arrays[-1:]  # for tags, of which the program then writes none
-    inline.run(text, [*arrays, *stand_in], [shared])
+    inline.run(text, arrays, [shared])
 
-  places = place_MK.reshape(-1)
-  outs = compiled(
+  kernel = compiled(
     put_rows,
-    out_type=[
-      jax.ShapeDtypeStruct((num_rows, width), x_MD.dtype),
-      *[jax.ShapeDtypeStruct((num_rows,), jnp.int32)] * tagged,
-    ],
+    out_type=jax.ShapeDtypeStruct((num_rows, width), x_MD.dtype),
     grid=(blocks,),
     grid_names=("block",),
     num_threads=WARPS // 4,
     thread_name="wg",
     scratch_types=[plgpu.SMEM((-(-program.shared_bytes // 512) * 128,), jnp.int32)],
-  )(
+  )
+  if beside:
+    on_device = jax.memory.Space.Device
+    kernel = compute_on(kernel, compute_type=_STREAM, out_memory_spaces=on_device)
+  places = place_MK.reshape(-1)
+  return kernel(
     x_MD,
     places,
     places if tag_MK is None else tag_MK.reshape(-1),
@@ -133,14 +153,21 @@ def put_rows_kernel(
     *((places,) * 3 if groups is None else groups),
     *mailboxes,
   )
-  return outs[0], outs[1] if tagged else None
+
+
+def tags_in(rows_RD: jax.Array) -> jax.Array:
+  """The tags of all rows but the last `rows_of_tags`, int32, which these hold."""
+  (num_rows, width), size = rows_RD.shape, rows_RD.dtype.itemsize
+  first = num_rows - rows_of_tags(num_rows, width * size)
+  words = rows_RD[first:].reshape(-1, *[WORD // size] * (size < WORD))
+  return jax.lax.bitcast_convert_type(words, jnp.int32).reshape(-1)[:first]
 
 
 # The inline code's operands after rows and places; the last is the block's shared memory.
 _TAGS, _COUNT = "$2", "$3"
 _SIZES, _TILE_STARTS, _TILES = "$4", "$5", "$6"
 _MAILBOX, _MAILBOXES, _RANK = "$7", "$8", "$9"
-_OUT, _OUT_TAGS, _SHARED = "$10", "$11", "$12"
+_OUT, _SHARED = "$10", "$11"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,8 +177,8 @@ class _Program(RowCopier):
   Warp w, counted over all blocks, takes rows w, w + warps, w + 2 · warps and so on. With 8 stages,
   of which copies still read 4, a warp fetches the row that is 4 of its own rows after the one that
   it sends. Shared memory holds each warp's stages, a row of zeros, a barrier for each stage, and
-  three addresses for each rank: of the rank's result, of its tags (without tags, of its result
-  again), and of the part of its mailbox for blocks of the same number.
+  two addresses for each rank: of the rank's result, and of the part of its mailbox for blocks of
+  the same number.
 
   Attributes:
     tagged: whether a tag arrives beside each row.
@@ -188,7 +215,12 @@ class _Program(RowCopier):
   @property
   def shared_bytes(self) -> int:
     """Bytes of a block's shared memory, with room to align it."""
-    return self.addresses_at + 3 * ADDRESS * self.ranks + ALIGNED
+    return self.addresses_at + 2 * ADDRESS * self.ranks + ALIGNED
+
+  @property
+  def tags_at(self) -> int:
+    """Bytes from the start of a result to its tags."""
+    return (self.num_rows - rows_of_tags(self.num_rows, self.row_bytes)) * self.row_bytes
 
   def text(self) -> str:
     """The whole kernel as PTX."""
@@ -240,7 +272,7 @@ class _Program(RowCopier):
     """Finds the numbers of thread, lane, warp and block, and the addresses in shared memory.
 
     mine, barriers = this warp's stages and their barriers; zeros = the row of zeros; addresses =
-    the three addresses of every rank. Also sets constants: nothing = 0, nobody = -1, one = 1.
+    the two addresses of every rank. Also sets constants: nothing = 0, nobody = -1, one = 1.
     """
     return ptx.lines(
       [
@@ -296,26 +328,23 @@ class _Program(RowCopier):
         ptx.add("call", "call", 1),
         post_of("far", "me"),
         ptx.store_global_wide("place", _OUT, 0),
-        ptx.store_global_wide("place", _OUT_TAGS, ADDRESS),
-        ptx.store_at_device("place", "call", 2 * ADDRESS),
+        ptx.store_at_device("place", "call", ADDRESS),
         post_of("own", "thread"),
         ptx.label("POSTS"),
-        ptx.load_from_devices("t", "place", 2 * ADDRESS),
+        ptx.load_from_devices("t", "place", ADDRESS),
         ptx.compare("more", "t", "<", "call"),
         ptx.jump("POSTS", only_if="more"),
         ptx.multiply_add("t", "thread", ADDRESS, "addresses"),
-        keep("far", 2),
+        keep("far", 1),
         ptx.load_global_wide("far", "place", 0),
         keep("far", 0),
-        ptx.load_global_wide("far", "place", ADDRESS),
-        keep("far", 1),
         ptx.label("MET"),
         ptx.wait_for_warp(),
       ]
     )
 
   def far_address(self, to: str, which: int) -> str:
-    """to = an address of rank `rank`: of its result (which = 0), tags (1) or mailbox (2)."""
+    """to = an address of rank `rank`: of its result (which = 0) or its part of a mailbox (1)."""
     return ptx.lines(
       [
         ptx.multiply_add("t", "rank", ADDRESS, "addresses"),
@@ -368,7 +397,7 @@ class _Program(RowCopier):
         ptx.element_address("place", "far", "to", self.row_bytes, unsigned=True, distance="wide"),
         ptx.copy_to_global("place", "buffer", self.row_bytes, only_if="yes"),
         self.with_tags(
-          self.far_address("far", 1),
+          ptx.advance("far", "far", self.tags_at),
           ptx.element_address("place", "far", "to", WORD, unsigned=True, distance="wide"),
           ptx.store_global("place", "tag", only_if="yes"),
         ),
@@ -385,7 +414,8 @@ class _Program(RowCopier):
         ptx.element_address("wide", _OUT, "to", self.row_bytes, unsigned=True),
         ptx.copy_to_global("wide", "zeros", self.row_bytes, only_if="yes"),
         self.with_tags(
-          ptx.element_address("wide", _OUT_TAGS, "to", WORD, unsigned=True),
+          ptx.element_address("wide", _OUT, "to", WORD, unsigned=True),
+          ptx.advance("wide", "wide", self.tags_at),
           ptx.store_global("wide", "nobody", only_if="yes"),
         ),
       ]
@@ -415,7 +445,7 @@ class _Program(RowCopier):
         ptx.wait_for_block(),
         ptx.compare("yes", "thread", "<", self.ranks, unsigned=True),
         ptx.at_most("rank", "thread", self.ranks - 1, unsigned=True),
-        self.far_address("far", 2),
+        self.far_address("far", 1),
         ptx.advance("far", "far", DONE),
         ptx.add_at_device("far", "one", only_if="yes"),
         ptx.compare("yes", "thread", "==", 0, unsigned=True),

@@ -6,7 +6,7 @@ Pallas can ask XLA's runtime for the addresses of the other devices' results (`r
 each such kernel the runtime then lets all devices' streams meet, zeroes the kernel's semaphores and
 copies a table of addresses. Here the kernels do that themselves, which saves 11 us of a call
 (experiments/dispatch/README.md). A program opens a mailbox on every device, and one all-gather
-tells all devices the addresses of all mailboxes. A kernel writes the addresses of its own results
+tells all devices the addresses of all mailboxes. A kernel writes the address of its own result
 into the mailboxes of the others, and reads theirs from its own. Several kernels may use one
 mailbox, one after the other: XLA may open it before a loop, since opening reads nothing.
 
@@ -15,12 +15,12 @@ block waits for another of its device:
 
     bytes        0 - 3     calls: how many kernels have ended here; its own block alone writes it
                  128 - 131 done: the sum of all ranks' signals, W for each call
-                 256 + 32r rank r's post: two addresses of 8 bytes, and the call that they are for
+                 256 + 32r rank r's post: an address of 8 bytes, and the call that it is for
 
 Numbers only grow, so nothing is zeroed between calls. A rank that posts call n + 1 has ended
 call n, for which it needed this block's signal; and the block signalled after it had read the post
 of call n. So no post is overwritten unread. A post of call n tells two things: where that rank's
-results lie, and that its stream has reached the kernel, so that nothing there still needs what the
+result lies, and that its stream has reached the kernel, so that nothing there still needs what the
 memory held before.
 """
 

@@ -10,6 +10,9 @@ A place is one number, rank · R + row. Worked example: two ranks, R = 4, one co
 
 All places of all ranks differ from each other, so no two rows meet in one place, and results do not
 depend on which arrives first.
+
+A number can arrive beside each row, its *tag*. The last rows of a result then hold the tags of the
+others (`kernel.rows_of_tags`), and are no places. `with_room_for_tags` adds tiles for them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scmoe.kernels.grouped_matmul import GroupLayout
+from scmoe.kernels.grouped_matmul import GroupLayout, with_spare_tiles
 from scmoe.kernels.launch import runs_ptx
 from scmoe.kernels.put import kernel
 from scmoe.kernels.put.mailboxes import Mailboxes, open_mailboxes
@@ -35,6 +38,7 @@ def put_rows(
   groups: GroupLayout | None = None,
   mailboxes: Mailboxes | None = None,
   blocks: int = kernel.BLOCKS,
+  beside: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Sends each row to its places on any rank; returns the rows and tags that arrive here.
 
@@ -45,7 +49,7 @@ def put_rows(
   Args:
     x_MD: this device's rows. For the kernel the bytes of a row, K and W are such as it `takes`.
     place_MK: int32, the place of each copy; a number outside [0, W·R) is no place.
-    num_rows: R.
+    num_rows: R. With tags the last `rows_of_tags` of them hold tags and are no places.
     axis: the mesh axis; None: this device alone, W = 1, so that a place is a row of its own result.
     tag_MK: int32, a number that arrives beside each copy; None: no numbers are sent.
     count: int32 scalar: only the first `count` rows are sent to their places; None: all M rows.
@@ -54,6 +58,8 @@ def put_rows(
     mailboxes: those by which the kernel's devices meet (`shared_mailboxes`); None: the call opens
       its own, which takes an all-gather of two numbers.
     blocks: thread blocks of the kernel.
+    beside: run the kernel on a stream of its own, so that XLA may compute beside it. Few blocks
+      leave multiprocessors to the computation.
 
   Returns:
     The rows [R, D] that have arrived here, and their tags [R], or None without `tag_MK`. Other rows
@@ -66,7 +72,7 @@ def put_rows(
   if groups is not None:
     of_groups = groups.group_sizes_G, groups.tile_starts_G, groups.tiles_G
   tile = 1 if groups is None else groups.tile
-  return kernel.put_rows_kernel(
+  rows_RD = kernel.put_rows_kernel(
     x_MD,
     place_MK,
     tag_MK,
@@ -76,7 +82,20 @@ def put_rows(
     num_rows=num_rows,
     tile=tile,
     blocks=blocks,
+    beside=beside,
   )
+  if tag_MK is None:
+    return rows_RD, None
+  tags = kernel.tags_in(rows_RD)
+  return rows_RD, jnp.pad(tags, (0, num_rows - tags.shape[0]), constant_values=-1)
+
+
+def with_room_for_tags(groups: GroupLayout, row_bytes: int) -> GroupLayout:
+  """The layout with as many further tiles, which no group has, as hold the tags of all rows."""
+  spare = 0
+  while kernel.rows_of_tags(groups.num_rows + spare, row_bytes) > spare:
+    spare += groups.tile
+  return with_spare_tiles(groups, spare // groups.tile)
 
 
 def shared_mailboxes(axis: str | None, blocks: int = kernel.BLOCKS) -> Mailboxes | None:
@@ -99,7 +118,9 @@ def _collected(x_MD, place_MK, tag_MK, count, groups: GroupLayout | None, num_ro
   gathered = (lambda a: a[None]) if axis is None else lambda a: lax.all_gather(a, axis)
   place_WMK = gathered(place_MK)
   row_WMK = place_WMK - (0 if axis is None else lax.axis_index(axis)) * num_rows
-  mine_WMK = (row_WMK >= 0) & (row_WMK < num_rows)
+  # The kernel's rows after these would hold tags.
+  tags = 0 if tag_MK is None else kernel.rows_of_tags(num_rows, x_MD.shape[1] * x_MD.dtype.itemsize)
+  mine_WMK = (row_WMK >= 0) & (row_WMK < num_rows - tags)
   row_N = jnp.where(mine_WMK, row_WMK, num_rows).reshape(-1)
   x_WMD = gathered(x_MD)
   x_ND = jnp.broadcast_to(x_WMD[:, :, None], (*place_WMK.shape, x_MD.shape[1]))

@@ -101,6 +101,14 @@ class DispatchConfig(Options, path="dispatch"):
     "scale for each 128 numbers: half of bfloat16's bytes. The experts' results, and gradients, "
     "travel as they are (DeepEP use_fp8)",
   )
+  put_blocks: int = option(
+    0,
+    "put: thread blocks of the kernel on a CUDA stream of its own, so that XLA can compute beside "
+    "it; fewer leave more multiprocessors to the computation and move the rows more slowly. 0: as "
+    "many as are fastest alone, with nothing beside the kernel",
+    minimum=0,
+    maximum=132,
+  )
   groups: int = option(
     0,
     "capacity groups the batch is split into; a multiple of the devices that share its tokens "

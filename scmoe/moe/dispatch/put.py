@@ -51,7 +51,7 @@ from scmoe.kernels.permute import (
   weigh_rows,
   zero_cotangents,
 )
-from scmoe.kernels.put import apart, put_rows, takes
+from scmoe.kernels.put import apart, put_rows, takes, with_room_for_tags
 from scmoe.moe.dispatch.dropless import Chunk, Dropless, Queues, in_window, make_window
 from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.barriers import barrier
@@ -66,8 +66,13 @@ class Put(Dropless):
   dispatch returns lie in the experts' tiles already. Where the kernel runs (`runs_ptx`), `dispatch`
   raises a ConfigError if the kernel does not take the rows, the number of choices or that of
   devices (`_check_rows`).
+
+  Attributes:
+    blocks: thread blocks of a kernel on a stream of its own, beside which XLA may compute. 0: as
+      many as are fastest alone, and the kernel takes its turn among the others.
   """
 
+  blocks: int = 0
   delivers: ClassVar[bool] = True
 
   def _send(
@@ -78,7 +83,8 @@ class Put(Dropless):
     Without `before` the queues have no barrier. With it, one barrier ties tokens, queues and
     `before`.
     """
-    plan = _make_plan(routing.expert_TK, queues, self.exchange, chunk * size, size)
+    row_bytes = x_TD.shape[1] * x_TD.dtype.itemsize
+    plan = _make_plan(routing.expert_TK, queues, self, chunk * size, size, row_bytes)
     _check_rows(x_TD, plan)
     if before is not None:
       x_TD, queues, before = barrier((x_TD, queues, before), "forward")
@@ -166,6 +172,7 @@ class _Plan:
     axis, ranks: the mesh axis, and W, the number of its ranks; static. In the ablation `silent`
       they are None and 1: this device puts all its rows into its own tiles, and its slots are the
       only ones.
+    blocks: see `Put`; static.
   """
 
   window: Permutation
@@ -174,6 +181,7 @@ class _Plan:
   groups: GroupLayout
   axis: str | None = dataclasses.field(metadata={"static": True})
   ranks: int = dataclasses.field(metadata={"static": True})
+  blocks: int = dataclasses.field(metadata={"static": True})
 
   @property
   def slots(self) -> int:
@@ -208,12 +216,17 @@ class _Delivered(NamedTuple):
   origin_R: Array
 
 
-def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, size: int) -> _Plan:
+def _make_plan(
+  expert_TK: Array, queues: Queues, way: Put, low: int, size: int, row_bytes: int
+) -> _Plan:
   """The plan for positions [low, low + size) of every queue, from the counts of all ranks.
+
+  The tiles have room for the origins of the rows, which arrive beside rows of `row_bytes` bytes.
 
   In the ablation `silent` this device is the only receiver, and its own queues stand for those
   that all ranks have for it: as many rows go into the tiles as in a balanced exchange.
   """
+  exchange = way.exchange
   assert exchange.axis is not None
   me, (ranks, _, experts) = jax.lax.axis_index(exchange.axis), queues.counts_WWe.shape
   window = make_window(queues, low, size)
@@ -227,7 +240,7 @@ def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, s
   tiles_Ve = -(-sizes_Ve // tile)
   # The first row of each expert in its receiver's tiles.
   first_Ve = (jnp.cumsum(tiles_Ve, 1) - tiles_Ve) * tile
-  groups = make_layout(sizes_Ve[receiver], ranks * size, tile)
+  groups = with_room_for_tags(make_layout(sizes_Ve[receiver], ranks * size, tile), row_bytes)
   # An expert's tiles hold the rows of lower source ranks first, and each source's rows in the order
   # of its queue.
   behind_WVe = jnp.cumsum(inside_WVe, 0) - inside_WVe - start_WVe
@@ -242,7 +255,7 @@ def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, s
   place_S = place_TK.reshape(-1)[jnp.maximum(window.copy_R, 0)]
   place_S = jnp.where(window.copy_R < 0, nowhere, place_S)
   axis = None if exchange.silent else exchange.axis
-  return _Plan(window, place_TK, place_S, groups, axis, receivers)
+  return _Plan(window, place_TK, place_S, groups, axis, receivers, way.blocks)
 
 
 def _check_rows(x_TD: Array, plan: _Plan) -> None:
@@ -259,17 +272,23 @@ def _check_rows(x_TD: Array, plan: _Plan) -> None:
 # -- rows there and back, each the other's gradient -----------------------------------------------
 
 
+def _put(x_MD: Array, place_MK: Array, plan: _Plan, **to: Any) -> tuple[Array, Array | None]:
+  if plan.blocks:
+    to |= {"blocks": plan.blocks, "beside": True}
+  return put_rows(x_MD, place_MK, axis=plan.axis, **to)
+
+
 def _to_tiles(
   x_MD: Array, place_MK: Array, tag_MK: Array | None, plan: _Plan
 ) -> tuple[Array, Array | None]:
-  to = {"num_rows": plan.groups.num_rows, "groups": plan.groups, "axis": plan.axis}
-  return put_rows(x_MD, place_MK, tag_MK=tag_MK, **to)
+  to = {"num_rows": plan.groups.num_rows, "groups": plan.groups}
+  return _put(x_MD, place_MK, plan, tag_MK=tag_MK, **to)
 
 
 def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
   # `origin_R` may hold anything in the rows after the used tiles.
   used = plan.groups.num_tiles[0] * plan.groups.tile
-  return put_rows(rows_RD, origin_R[:, None], num_rows=plan.slots, count=used, axis=plan.axis)[0]
+  return _put(rows_RD, origin_R[:, None], plan, num_rows=plan.slots, count=used)[0]
 
 
 @jax.custom_vjp

@@ -198,7 +198,8 @@ def _of_computing(config: DispatchConfig, call: _Call, expected: int) -> Transpo
   # Puts were not tried in programs without gradients, and a batch to decode has few rows.
   if lossless and config.transport == "put" and not no_drop:
     check_put(exchange)
-    return Put(exchange, config.slack, config.chunks, order, first_round=first)
+    options = {"first_round": first, "blocks": config.put_blocks}
+    return Put(exchange, config.slack, config.chunks, order, **options)
   if lossless:
     sends = PerRank if config.transport == "per_rank" else Dropless
     return sends(exchange, config.slack, config.chunks, order, first_round=first)

@@ -63,6 +63,8 @@ RUN = RunConfig(
     balance="none",
     balance_loss=0.0,
     bias="pid",
+    bias_rate=0.5,  # LongCat-Flash's own gains are not published; these are longcat_flash_small's
+    bias_proportional=3.0,
     real_experts=8.0,
   ),
   # Buffers have room for all 12 choices of a token, of which 8 travel: so no slack on top.

@@ -151,11 +151,9 @@ class Built:
       figures: metrics of a step. `real_experts`, if there, is how many of a token's chosen experts
         compute; the others return their input.
     """
-    run = self.run
-    k = run.model.wiring_rule.routed_per_gating(run.model.top_k)
-    share = run.router.real_share(k, run.model.num_experts, run.model.zero_experts)
+    run, share = self.run, real_share(self.run)
     if "real_experts" in figures:
-      share = figures["real_experts"] / k
+      share = figures["real_experts"] / run.model.wiring_rule.routed_per_gating(run.model.top_k)
     flops = forward_flops(run.model, run.data.seq_len, share).training
     if self.teacher is not None:
       flops += forward_flops(self.teacher.run.model, run.data.seq_len).forward
@@ -166,6 +164,15 @@ class Built:
     """FLOP/s of one device in the compute type; 0 where it is not known."""
     device = self.mesh.devices.flat[0]
     return peak_flops(device.device_kind, self.run.model.dtype) or 0.0
+
+  @property
+  def real_share(self) -> float | None:
+    """The share of the choices that the balancing bias aims to give to computing experts.
+
+    None without such a bias, or without zero experts.
+    """
+    held = self.run.router.bias != "none" and self.run.model.zero_experts > 0
+    return real_share(self.run) if held else None
 
   def init(self, key: Array) -> tuple[Params, dict[str, Any]]:
     """Initial parameters and router state; call it under jit."""
@@ -452,6 +459,12 @@ def build_mesh(run: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
 def with_wiring(run: RunConfig, name: str) -> RunConfig:
   """A run, not resolved, with another wiring; see `BlockConfig.with_wiring`."""
   return dataclasses.replace(run, model=run.model.with_wiring(name))
+
+
+def real_share(run: RunConfig) -> float:
+  """Intended share of a token's choices that go to experts that compute, not to zero experts."""
+  k = run.model.wiring_rule.routed_per_gating(run.model.top_k)
+  return run.router.real_share(k, run.model.num_experts, run.model.zero_experts)
 
 
 def vocab_size(data: DataConfig) -> int:

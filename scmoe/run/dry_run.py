@@ -214,8 +214,8 @@ def dry_run(run: RunConfig) -> DryRun:
   )
   return DryRun(
     run,
-    count_parameters(run.model, plan.shapes, real_share(run)),
-    forward_flops(run.model, run.data.seq_len, real_share(run)),
+    count_parameters(run.model, plan.shapes, build.real_share(run)),
+    forward_flops(run.model, run.data.seq_len, build.real_share(run)),
     memory,
     traffic.of_step(run, sent, plan.sharing),
     _larger(run, memory),
@@ -263,12 +263,6 @@ def _larger(run: RunConfig, memory: Memory) -> dict[int, Memory]:
       exchange = times * memory.exchange
       found[times] = dataclasses.replace(memory, activations=activations, exchange=exchange)
   return found
-
-
-def real_share(run: RunConfig) -> float:
-  """Intended share of a token's choices that go to experts that compute, not to zero experts."""
-  k = run.model.wiring_rule.routed_per_gating(run.model.top_k)
-  return run.router.real_share(k, run.model.num_experts, run.model.zero_experts)
 
 
 def abstract_mesh(run: RunConfig) -> AbstractMesh:
@@ -379,7 +373,7 @@ def matched_baselines(run: RunConfig) -> dict[str, tuple[Parameters, Flops] | st
       model = dataclasses.replace(run.model, wiring=word).resolve()
       _, shapes = build_model(dataclasses.replace(run, model=model), None)
       changed = dataclasses.replace(run, model=model)
-      share = real_share(changed)
+      share = build.real_share(changed)
       found[word] = (
         count_parameters(model, shapes, share),
         forward_flops(model, run.data.seq_len, share),

@@ -45,7 +45,7 @@ class Journal:
     self._bar = Bar(0, 0, shown=is_first())
     self._metrics: Metrics | None = None  # process 0 sets it in `open`; None on the others
     self._vitals = Vitals(workdir, jax.process_index())
-    self._alarm = CollapseAlarm(built.train.collapse_steps)
+    self._alarm = CollapseAlarm(built.train.collapse_steps, built.real_share)
     self._began = time.time()
 
   def open(self, step: int) -> None:
@@ -124,7 +124,7 @@ class Journal:
     """Prints one line, writes all figures with `Metrics`, and router arrays where they are due.
 
     Every process warns if its memory has grown (`Vitals.growth`). Process 0 warns if a router has
-    collapsed (`CollapseAlarm`).
+    collapsed, or zero experts take the choices of computing ones (`CollapseAlarm`).
 
     Args:
       step: the number of the step.
@@ -145,8 +145,8 @@ class Journal:
     if self._metrics is None:
       return
     host = jax.device_get(arrays)
-    if collapsed := self._alarm.check(step, host):
-      warn(collapsed)
+    for line in self._alarm.check(step, host):
+      warn(line)
     if host:
       values["layers"] = short_lists(host)
       if train.router_every and step % train.router_every == 0:

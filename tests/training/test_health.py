@@ -9,17 +9,17 @@ from scmoe.training.health import CollapseAlarm
 GOOD, BAD = (0.0, 0.9), (0.5, 0.2)
 
 
-def arrays(*layers):
+def arrays(*layers, zero_share=None):
   dead, diversity = zip(*layers)
-  return {"dead": np.array(dead), "diversity": np.array(diversity)}
+  given = {} if zero_share is None else {"zero_share": np.array(zero_share)}
+  return given | {"dead": np.array(dead), "diversity": np.array(diversity)}
 
 
 def test_it_names_the_layer_and_what_would_do():
   alarm = CollapseAlarm(20)
-  assert alarm.check(10, arrays(GOOD, BAD)) is None
-  assert alarm.check(20, arrays(GOOD, BAD)) is None
-  text = alarm.check(30, arrays(GOOD, BAD))
-  assert text is not None
+  assert alarm.check(10, arrays(GOOD, BAD)) == []
+  assert alarm.check(20, arrays(GOOD, BAD)) == []
+  (text,) = alarm.check(30, arrays(GOOD, BAD))
   assert "MoE layer 1 (50 % of its experts without a token, diversity 0.20)" in text
   assert "router.balance_loss" in text
   assert "\n" not in text
@@ -28,10 +28,10 @@ def test_it_names_the_layer_and_what_would_do():
 def test_each_sign_is_enough():
   for layer in ((0.3, 0.9), (0.0, 0.29)):
     alarm = CollapseAlarm(1)
-    assert alarm.check(1, arrays(layer)) is None
+    assert alarm.check(1, arrays(layer)) == []
     assert alarm.check(2, arrays(layer))
   alarm = CollapseAlarm(1)
-  assert [alarm.check(step, arrays((0.25, 0.3))) for step in (1, 2, 3)] == [None] * 3
+  assert [alarm.check(step, arrays((0.25, 0.3))) for step in (1, 2, 3)] == [[]] * 3
 
 
 def test_it_speaks_once_per_episode():
@@ -42,8 +42,31 @@ def test_it_speaks_once_per_episode():
 
 def test_zero_steps_and_models_without_routers_are_silent():
   silent = CollapseAlarm(0)
-  assert [silent.check(step, arrays(BAD)) for step in range(3)] == [None] * 3
-  assert CollapseAlarm(1).check(5, {"load": np.ones(3)}) is None
+  assert [silent.check(step, arrays(BAD)) for step in range(3)] == [[]] * 3
+  assert CollapseAlarm(1).check(5, {"load": np.ones(3)}) == []
+
+
+def test_layers_whose_zero_experts_take_the_others_choices_are_named():
+  """Half of the choices are meant for computing experts; layer 1 gives them 6 %, layer 0 a third.
+
+  Nothing of it shows in `dead` and `diversity`, which count the choices of computing experts alone.
+  """
+  alarm, given = CollapseAlarm(20, real_share=0.5), arrays(GOOD, GOOD, zero_share=(0.67, 0.94))
+  assert [alarm.check(step, given) for step in (0, 10)] == [[], []]
+  (text,) = alarm.check(20, given)
+  assert text == (
+    "step 20: for 20 steps computing experts have had less than half of the 50 % of the choices "
+    "that the balancing bias aims at, in MoE layer 1 (6.0 %); raise router.bias_rate"
+  )
+  assert alarm.check(30, given) == []
+  assert [CollapseAlarm(1).check(step, given) for step in (0, 1)] == [[], []], "nothing is aimed at"
+
+
+def test_beside_zero_experts_the_balancing_loss_is_no_remedy():
+  alarm, given = CollapseAlarm(1), arrays(BAD, zero_share=(0.4,))
+  alarm.check(0, given)
+  (text,) = alarm.check(1, given)
+  assert text.endswith("; raise router.bias_rate, or lower optimizer.learning_rate")
 
 
 def test_a_run_warns(mesh1, tmp_path, capsys):

@@ -192,6 +192,7 @@ class FakeBuilt:
   overlap: OverlapConfig = OverlapConfig()
   sequence_length: int = SEQ
   peak_flops: float = 0.0
+  real_share: float | None = None
   candidates: tuple[Variant, ...] = (Variant(),)
   state: Any = None  # shapes to ask for instead of those of the mesh
 

@@ -1,8 +1,12 @@
 """The plan of the house: who may import whom, and what is not allowed anywhere."""
 
 import ast
+import contextlib
 import functools
 import importlib
+import pathlib
+import re
+import types
 from pathlib import Path
 
 import pytest
@@ -211,6 +215,53 @@ def test_nothing_imports_experiments_or_configs():
   for name, tree in modules().items():
     roots = {other.split(".")[0] for other in imported(name, tree)}
     assert not roots & {"experiments", "configs", "tests"}, name
+
+
+def test_every_command_says_its_errors_in_one_line():
+  """`render_chat.py` is no command: it starts alone, without any module of scmoe."""
+  for name, tree in modules().items():
+    ends = [n for n in tree.body if isinstance(n, ast.If) and "__main__" in ast.unparse(n.test)]
+    if name != "scmoe.data.render_chat":
+      assert [ast.unparse(line) for node in ends for line in node.body] in ([], ["run_main(main)"])
+
+
+SCRIPTS = [
+  path
+  for path in sorted((ROOT / "experiments").rglob("*.py"))
+  if 'if __name__ == "__main__"' in path.read_text()
+]
+WHERE = re.compile(r"\bsys\.path\b|\b(__file__|HERE|ROOT)\b")
+
+
+def follow(path, searched):
+  """Follows a script's imports, and those of the scripts beside it, before anything else runs.
+
+  Args:
+    path: of the script.
+    searched: `sys.path`, to which the script adds folders.
+
+  Raises:
+    AssertionError: the script imports `scmoe` while the checkout is not in `sys.path`.
+  """
+  sys = types.SimpleNamespace(path=searched)
+  scope = {"__file__": str(path), "Path": Path, "pathlib": pathlib, "sys": sys}
+  for node in ast.parse(path.read_text()).body:
+    if isinstance(node, ast.Assign | ast.Expr) and WHERE.search(ast.unparse(node)):
+      with contextlib.suppress(NameError):  # more than a folder
+        exec(ast.unparse(node), scope)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+      within = node.module if isinstance(node, ast.ImportFrom) else None
+      names = [within] if within else [alias.name for alias in node.names]
+      reached = str(ROOT) in searched or "scmoe" not in {name.split(".")[0] for name in names}
+      assert reached, f"{path} imports scmoe, which need not be installed"
+      for beside in [Path(folder, f"{name}.py") for folder in searched for name in names]:
+        if beside.exists():
+          follow(beside, searched)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_script_finds_the_package_of_its_checkout(path):
+  follow(path, [str(path.parent)])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 from covering import night
 
-from scmoe.base.errors import ConfigError
+from scmoe.base.errors import ConfigError, run_main
 from scmoe.bench import layer, parallel
 
 
@@ -53,3 +53,16 @@ def test_experts_that_do_not_divide_over_the_devices_are_refused():
     ConfigError, match="--devices=2 must be at most the 8 devices here and divide"
   ):
     parallel.bench_parallel(shape, 0, "xla", 1, devices=2)
+
+
+@pytest.mark.parametrize(
+  ("words", "line"),
+  [(["--devices", "16", "--shape", "64,32,64,16,1"], "--devices=16 must be at most the 8 devices"),
+   (["--shape", "64,32"], "--shape: '64,32' is neither T,D,F,E,K nor one of 7B-256")],
+)  # fmt: skip
+def test_a_wrong_argument_is_one_line(capsys, words, line):
+  with pytest.raises(SystemExit) as ended:
+    run_main(layer.main, ["--layer", *words])
+  assert ended.value.code == 2
+  (said,) = capsys.readouterr().err.splitlines()
+  assert said.startswith(f"ConfigError: {line}")

@@ -15,12 +15,11 @@ the compiled step: arguments + results + temporaries, less what the state's dona
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, os.getcwd())
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 import jaxlib

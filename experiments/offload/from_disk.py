@@ -24,6 +24,9 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from larger import WIDE
 
 from scmoe.data.tokenizers import ByteTokenizer

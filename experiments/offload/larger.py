@@ -20,6 +20,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from scmoe.data.tokenizers import ByteTokenizer
 from scmoe.inference.decode import stream
 from scmoe.inference.offload.model import Usage, is_routed

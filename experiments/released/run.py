@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from scmoe.pretrained.families import read_config
 from scmoe.pretrained.folder import Planned, write_weights
 from scmoe.pretrained.names import tensors

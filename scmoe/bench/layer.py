@@ -24,7 +24,6 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from scmoe.base.errors import ConfigError, run_main
 from scmoe.bench.parallel import bench_parallel, print_parallel
 from scmoe.bench.sizes import (
   MODELS,
@@ -57,6 +57,7 @@ from scmoe.kernels.grouped_matmul import (
 from scmoe.kernels.grouped_matmul.layout import make_layout, pad_rows
 from scmoe.moe.experts import FFNExperts
 from scmoe.profiling.timer import alone, calls_in, interleave, repeated
+from scmoe.run.command_line import check_environment
 
 # For fp8 by the kernels: how much nearer to the network without fp8, or farther from it, they may
 # be than fp8 by XLA. Sums in another order round an activation to the next fp8 number now and then.
@@ -381,8 +382,13 @@ def bench_fp8(shape: Shape, seed: int, rounds: int) -> dict[str, Any]:
   return {"shape": dataclasses.asdict(s), "name": s.name, **errors, "ms": times}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the benchmark; see the module's docstring."""
+def main(argv: list[str]) -> None:
+  """Runs the benchmark; see the module's docstring.
+
+  Raises:
+    ConfigError: a shape is neither sizes nor known, or `bench_parallel` refuses what was asked for.
+    ValueError: an error exceeds its limit.
+  """
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
   parser.add_argument("--layer", action="store_true", help="the whole MoE layer")
   parser.add_argument("--kernels", action="store_true", help="each product alone")
@@ -409,7 +415,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--json", help="where results are written")
   options = parser.parse_args(argv)
   named = [MODELS if text == "models" else [text] for text in options.shape or SHAPES]
-  shapes = [parse_shape(text) for names in named for text in names]
+  try:
+    shapes = [parse_shape(text) for names in named for text in names]
+  except ValueError as error:
+    raise ConfigError(f"--shape: {error}") from None
+  check_environment()
   if not (options.layer or options.kernels or options.fp8):
     options.layer = True
   device = jax.devices()[0]
@@ -418,7 +428,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     "date": time.strftime("%Y-%m-%d"),
     "device": device.device_kind,
     "jax": jax.__version__,
-    "command": "python -m scmoe.bench.layer " + " ".join(argv or sys.argv[1:]),
+    "command": "python -m scmoe.bench.layer " + " ".join(argv),
     "seed": seed,
   }
   print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
@@ -456,8 +466,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
       with open(options.json, "w") as file:
         json.dump(report, file, indent=2)
-  return 0
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  run_main(main)

@@ -37,6 +37,7 @@ from scmoe.training.description import (
   describe,
   description_of,
   flatten,
+  held_part,
   item_of,
   read_description,
   records,
@@ -304,7 +305,7 @@ class Checkpointer:
         check(meta)
       partial = bool(meta.get(WEIGHTS_ONLY))
       with ThreadPoolExecutor(1) as reader:
-        reading = reader.submit(load, place, _weights(abstract, meta), meta, partial=partial)
+        reading = reader.submit(load, place, held_part(abstract, meta), meta, partial=partial)
         if meanwhile is not None and jax.process_count() == 1:
           meanwhile(meta)
         state = reading.result()
@@ -388,18 +389,6 @@ class Checkpointer:
         shutil.rmtree(trash)
       except OSError as error:
         warn(f"old checkpoint {step} could not be removed: {error}")
-
-
-def _weights(abstract: PyTree, meta: dict) -> PyTree:
-  """The part of `abstract` that a step with this meta holds.
-
-  A step of a training run holds all of it. For a step of weights alone (`WEIGHTS_ONLY`) the result
-  is a dictionary: `params`, and the part of `router` that the step stores.
-  """
-  if not meta.get(WEIGHTS_ONLY):
-    return abstract
-  router = {n: x for n, x in abstract.router.items() if f"router.{n}" in meta["leaves"]}
-  return {"params": abstract.params, "router": router}
 
 
 def _split(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -175,6 +175,18 @@ def read_description(place: Path) -> tuple[dict, dict]:
   return upgraded(meta), data
 
 
+def held_part(abstract: PyTree, meta: dict) -> PyTree:
+  """The part of `abstract`, a whole training state, that a step with this meta holds.
+
+  A step of a training run holds all of it. For a step of weights alone (`WEIGHTS_ONLY`) the result
+  is a dictionary: `params`, and the part of `router` that the step stores.
+  """
+  if not meta.get(WEIGHTS_ONLY):
+    return abstract
+  router = {n: x for n, x in abstract.router.items() if f"router.{n}" in meta["leaves"]}
+  return {"params": abstract.params, "router": router}
+
+
 def misfit(abstract: PyTree, stored: dict[str, dict], *, partial: bool = False) -> str:
   """Says how stored names, shapes and types first differ from those asked for; "" if they fit.
 

@@ -27,7 +27,7 @@ from scmoe.parallel.mesh import batch_sharding, batch_shards
 from scmoe.training.card import write_card
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.compiled import PROGRAMS, kept_programs
-from scmoe.training.description import WEIGHTS_ONLY, misfit
+from scmoe.training.description import WEIGHTS_ONLY, held_part, misfit
 from scmoe.training.distributed import OnFirst, first_decides, is_first
 from scmoe.training.failure import REPLAY, not_finite, write_replay
 from scmoe.training.fastest import fastest_step
@@ -366,10 +366,12 @@ class Run:
     """
     allow = self.built.checkpoint.allow_config_change
     current, stored = json.loads(json.dumps(self.built.config)), meta.get("config", {})
-    if meta.get(WEIGHTS_ONLY):
-      check_config(architecture(stored), architecture(current), allow_change=allow)
+    alone = bool(meta.get(WEIGHTS_ONLY))
+    abstract = held_part(self.abstract.for_checkpoint(), meta)
+    fits = not misfit(abstract, meta["leaves"], partial=alone)
+    if alone:
+      check_config(architecture(stored), architecture(current), allow_change=allow, fits=fits)
       return
-    fits = not misfit(self.abstract.for_checkpoint(), meta["leaves"])
     lines = check_config(stored, current, allow_change=allow, fits=fits)
     data = json.loads(json.dumps(self.trainer.data.fingerprint()))
     lines += check_data(meta.get("data_fingerprint", {}), data, allow_change=allow)

@@ -18,6 +18,7 @@ from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, DataError, NonFiniteError, Preempted, StorageError
 from scmoe.training import card
 from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.failure import not_finite
 from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
 from scmoe.training.options import CheckpointConfig, TrainConfig
@@ -127,6 +128,22 @@ def test_a_permission_is_suggested_only_where_it_helps(whole, mesh8):
     assert "do not fit" in str(caught.value)
     assert "allow_config_change" not in str(caught.value)
   assert list_steps(whole[0] / "checkpoints") == [10, 15, 20]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_so_it_is_for_weights_alone(mesh8, tmp_path, fits):
+  """`scmoe.convert` writes parameters and a part of the router's state."""
+  params = Setup(mesh8).state().params
+  stored = {"params": params if fits else {"embed": params["embed"]}, "router": {}}
+  keeper = Checkpointer(tmp_path, CheckpointConfig(async_save=False))
+  meta = {"config": {}, "processes": 1, WEIGHTS_ONLY: True}
+  keeper.save_now(0, stored, {}, meta)
+  keeper.close()
+  run = trainer(mesh8, tmp_path, config={"router": {"gate": "cosine"}})
+  with pytest.raises(ConfigError, match="written with another configuration") as caught:
+    run.run()
+  assert ("allow_config_change" in str(caught.value)) is fits
+  assert ("do not fit" in str(caught.value)) is not fits
 
 
 @pytest.mark.parametrize(("clip", "remedy"), [(0.5, "lower optimizer.clip_norm=0.5"), (0.0, "set")])

@@ -1,4 +1,4 @@
-"""GPT2-MoE-Medium of the ScMoE paper: 16 experts, 1.7B parameters there, 1.86B here as top2.
+"""GPT2-MoE-Medium of the ScMoE paper: 16 experts, 1.7B parameters there, 1.87B here as top2.
 
 command   python -m scmoe.train --config configs/gpt2_moe_medium.py --config.data.source=jsonl \\
             --config.data.path=TEXT.jsonl --config.data.tokenizer=TOKENIZER.json

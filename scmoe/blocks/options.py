@@ -62,10 +62,10 @@ class OverlapConfig(Options, path="overlap"):
   )
   unroll: int = option(
     -1,
-    "advanced: pairs per step of the scan over layers; 0: all; -1: on a GPU all of up to 32, where "
-    "rows are exchanged all of up to 8, else 4 of them; otherwise 1. What a step keeps for the "
-    "backward pass is copied, XLA moves no collective across a step, and compiles for as long as "
-    "a step is",
+    "advanced: pairs per step of the scan over layers; 0: all; -1: on a GPU all of up to 32, "
+    "else 1; on GPUs that exchange rows all of up to 8, else 4; on other devices 1. What a step "
+    "keeps for the backward pass is copied, XLA moves no collective across a step, and compiles "
+    "for as long as a step is",
     minimum=-1,
   )
   command_buffers: str = option(

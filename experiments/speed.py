@@ -54,7 +54,7 @@ from scmoe.profiling.program import Program, profiled, traced
 from scmoe.profiling.timer import Timing, interleave
 from scmoe.run.build import build
 from scmoe.run.config import RunConfig
-from scmoe.run.controls import exchanges_program
+from scmoe.run.controls import exchanges_in, exchanges_program
 from scmoe.run.fields import with_field
 from scmoe.training.measured import spread
 from scmoe.training.options import TrainConfig
@@ -192,7 +192,7 @@ class Arm:
     self.profile = b""
     traced, self.call = {"forward": self._forward, "train": self._train}[job.direction]()
     if has_word(name, "comm"):
-      run, buffers = exchanges_program(traced.jaxpr, self.built.mesh)
+      run, buffers = exchanges_program(exchanges_in(traced.jaxpr), self.built.mesh)
       traced, self.call = run.trace(*buffers), lambda: self.program(*buffers)
     self.program = Program(traced.lower())
 

@@ -34,7 +34,6 @@ from scmoe.blocks.timeline import COMPUTE, LINK, Span, Times, best_chunks, descr
 from scmoe.profiling import timer
 from scmoe.profiling.advice import advice
 from scmoe.profiling.clock import Paid
-from scmoe.profiling.exchanges import exchanges_of
 from scmoe.profiling.overlap import (
   StageTime,
   measure_overlap,
@@ -64,7 +63,7 @@ from scmoe.run.command_line import (
   simulate,
 )
 from scmoe.run.config import RunConfig
-from scmoe.run.controls import exchanges_alone, without_exchanges
+from scmoe.run.controls import exchanges_alone, exchanges_in, without_exchanges
 from scmoe.run.modelled import modelled_times
 from scmoe.run.names import check_workdir
 from scmoe.run.start import set_up_jax
@@ -163,7 +162,7 @@ def profile(
       arms[name] = Arm(build.with_wiring(run, name), workdir / name, transport)
       arms[name].warm_up()
     timed[name] = arms[name]
-    exchanges = exchanges_of(arms[name].jaxpr)
+    exchanges = exchanges_in(arms[name].jaxpr)
     if exchanges and not transport:
       transport = arms[name].built.varied(arms[name].variant).dispatch.transport
     if clock and exchanges:
@@ -176,11 +175,6 @@ def profile(
   lines = [f"training step of {run.name}, {device}, {time.strftime('%Y-%m-%d')}"]
   if not gpu:
     lines.append(NO_GPU)
-  if clock and run.mesh.expert > 1 and not run.dispatch.in_all_to_alls:
-    lines.append(
-      f"dispatch.transport={run.dispatch.transport}: the clock's two other programs are left out, "
-      "since its rows travel in no all-to-all"
-    )
   figures: dict[str, Any] = {"device": device, "gpu": gpu}
   base, figures["arms"] = timings[names[0]], {}
   pictures: dict[str, dict[str, dict[str, list[Bar]]]] = {}  # kind of bar -> arm -> stream -> bars
@@ -369,7 +363,8 @@ class Arm:
     this one. It trains this arm's state, so that both meet the same parameters, and memory holds
     one state.
     """
-    silent = build.build(without_exchanges(self.built.varied(self.variant)))
+    timed = self.built.varied(self.variant)
+    silent = build.build(without_exchanges(timed))
     step = Steps(silent, silent.abstract_state(), self.directory)(Variant())
 
     def run(calls: int) -> None:
@@ -379,7 +374,8 @@ class Arm:
     while not step.settled:
       run(1)
     run(1)
-    alone = exchanges_alone(self.jaxpr, self.built.mesh, self.built.overlap)
+    chunks = timed.dispatch.chunks
+    alone = exchanges_alone(self.jaxpr, self.built.mesh, self.built.overlap, chunks)
     assert alone is not None, "called where rows travel"
     alone(1)
     name = self.run.model.wiring

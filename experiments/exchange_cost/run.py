@@ -10,11 +10,10 @@ All send packed rows, in XLA's order, unless words follow: fields of the configu
 `dispatch.transport=capacity` or `"overlap.schedule=mlp 0" overlap.order=barriers`. No schedule is
 searched for. `--arm "NAME: WORDS"` adds an arm of its own fields, e.g.
 `--arm "chunks: model.wiring=scmoe_pos2 dispatch.chunks=2"`. `--only` leaves arms out, and
-`--controls` names the arms that get the other two programs; an arm with puts has no all-to-all, so
-that only the step without exchanges is timed beside it. `--kernels` then traces each arm that has
-controls, and its step without exchanges, and says where the paid time is: in bare transfers, or in
-slower kernels (where.py). Writes FOLDER/NAME.json and FOLDER/NAME.txt (--out, runs/exchange_cost by
-default).
+`--controls` names the arms that get the other two programs. `--kernels` then traces each arm that
+has controls, and its step without exchanges, and says where the paid time is: in bare transfers, or
+in slower kernels (where.py). Writes FOLDER/NAME.json and FOLDER/NAME.txt (--out,
+runs/exchange_cost by default).
 """
 
 from __future__ import annotations
@@ -39,10 +38,11 @@ from shared_state import (  # noqa: E402
 )
 from where import Where  # noqa: E402
 
-from scmoe.profiling.clock import Paid, added  # noqa: E402
+from scmoe.profiling.clock import Paid  # noqa: E402
 from scmoe.profiling.timer import Arm, interleave, speed_up  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.run.command_line import simulate  # noqa: E402
+from scmoe.run.config import RunConfig  # noqa: E402
 from scmoe.run.controls import exchanges_alone, without_exchanges  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
@@ -87,10 +87,11 @@ def main() -> None:
 
   steps: dict[str, StepArm] = {}
   states: dict[str, MeasuredState] = {}
+  runs: dict[str, RunConfig] = {}
   with kept_programs(folder):
     for name, own_fields in arms.items():
       run = configured(args.config, fields | own_fields, tiny=args.tiny)
-      own = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
+      own = runs[name] = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
       kinds = {name: own}
       if args.controls is None or name in args.controls.split(","):
         kinds[f"{name} without"] = without_exchanges(own)
@@ -100,17 +101,17 @@ def main() -> None:
     timed: dict[str, Arm] = {k: arm for k, arm in steps.items() if k not in failed}
     controlled = [name for name in arms if {name, f"{name} without"} <= set(timed)]
   for name in controlled:
-    arm = exchanges_alone(steps[name].jaxpr, steps[name].shared.built.mesh)
-    if arm is not None:  # puts are no all-to-alls, so that none is found
-      arm(2)
-      timed[f"{name} alone"] = arm
+    built, chunks = steps[name].shared.built, runs[name].dispatch.chunks
+    arm = exchanges_alone(steps[name].jaxpr, built.mesh, chunks=chunks)
+    assert arm is not None, "two devices exchange rows"
+    arm(2)
+    timed[f"{name} alone"] = arm
   timings = interleave(timed, rounds=args.rounds, calls=args.calls)
   rounds = {name: steps[name].rounds() for name in arms if name not in failed}
 
   paid = {
     name: Paid(*(timings[name + kind] for kind in ("", " without", " alone")))
     for name in controlled
-    if f"{name} alone" in timings
   }
   lines = []
   for name in rounds:
@@ -118,10 +119,6 @@ def main() -> None:
     own += f"; {steps[name].step.repeated} steps ran twice" if steps[name].step.repeats else ""
     if name in paid:
       own += f"; {paid[name]}"
-    elif name in controlled:
-      without = timings[f"{name} without"]
-      own += f"; exchanges cost {1e3 * added(timings[name], without):.1f} ms"
-      own += f"; without them {1e3 * without.median:.1f} ms"
     lines.append(own)
   result = {
     "machine": machine(""),

@@ -22,20 +22,20 @@ WRITTEN_OUT = 16  # exchanges of one kind that a loop's iteration has
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-  """Equal all-to-alls of a program.
+  """Equal exchanges of a program.
 
   Attributes:
-    shape: what one device sends, [W, ...]: a slice for each of W ranks.
+    shape: of the buffer that one device has for it; in an all-to-all [W, ...], a slice for each of
+      W ranks.
     dtype: its type.
     count: how many of them the program runs.
-    primitive, params: jax's operation and its parameters, e.g. the mesh axis.
+    send: sends such a buffer once, in the manual region; returns what arrives.
   """
 
   shape: tuple[int, ...]
   dtype: Any
   count: int
-  primitive: Any
-  params: dict[str, Any]
+  send: Callable[[Array], Array]
 
   @property
   def nbytes(self) -> int:
@@ -48,7 +48,7 @@ def exchanges_of(jaxpr: Any) -> list[Exchanged]:
 
   Exchanges in a loop whose number of iterations only the run decides are left out: the overflow
   rounds of the dropless transport, of which balanced routing has none. So are those that a
-  transport sends by other means than jax's all-to-all.
+  transport sends by other means than jax's all-to-all; `scmoe.run.controls` adds puts.
 
   Args:
     jaxpr: of the program, e.g. `jax.jit(f).trace(...).jaxpr`.
@@ -58,7 +58,8 @@ def exchanges_of(jaxpr: Any) -> list[Exchanged]:
     if not count or "expert" not in eqn.params["axis_name"]:
       continue
     sent = eqn.invars[0].aval
-    own = Exchanged(sent.shape, sent.dtype, count, eqn.primitive, eqn.params)
+    send = functools.partial(eqn.primitive.bind, **eqn.params)
+    own = Exchanged(sent.shape, sent.dtype, count, send)
     key = f"{sent.shape} {sent.dtype} {sorted(eqn.params.items(), key=lambda item: item[0])}"
     before = found[key].count if key in found else 0
     found[key] = dataclasses.replace(own, count=before + count)
@@ -108,7 +109,7 @@ def alone(exchanges: Sequence[Exchanged]) -> Callable[..., tuple[Array, ...]]:
 
 def _send(exchange: Exchanged, _: Any, x: Array) -> Array:
   """Sends x once; returns the array that the next exchange sends, which so waits for this one."""
-  arrived = exchange.primitive.bind(x, **exchange.params)
+  arrived = exchange.send(x)
   same = arrived.shape == x.shape
   return arrived if same else jax.lax.optimization_barrier((x, arrived))[0]
 

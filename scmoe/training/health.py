@@ -57,7 +57,7 @@ class CollapseAlarm:
         for layer in due
       )
       remedy = "raise router.balance_loss, use router.bias, or lower optimizer.learning_rate"
-      if "zero_share" in arrays:
+      if self._real_share is not None:
         remedy = "raise router.bias_rate, or lower optimizer.learning_rate"
       lines += [
         f"step {step}: routers collapsed for {self.steps} steps in MoE layer {', '.join(layers)}; "

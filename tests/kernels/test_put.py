@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from scmoe.base.errors import ConfigError
 from scmoe.kernels.grouped_matmul.layout import make_layout
 from scmoe.kernels.put import peers, put_rows, rows, takes, with_room_for_tags
-from scmoe.kernels.put.kernel import put_rows_kernel, rows_of_tags
+from scmoe.kernels.put.kernel import put_rows_kernel, rows_of_tags, tags_in
 from scmoe.kernels.put.mailboxes import open_mailboxes
 from scmoe.moe.dispatch import DispatchConfig, make_transport, put
 from scmoe.moe.dispatch.put import Put
@@ -163,10 +163,38 @@ def lowered(function, in_specs, out_specs, *shapes) -> str:
   return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_no_row_arrives_where_tags_lie():
+  """On devices without the kernel such a place would do no harm, and the mistake would not show."""
+  mesh = make_mesh(MeshConfig(data=1, expert=W))
+
+  def local(x_MD, place_MK):
+    return put_rows(x_MD, place_MK, tag_MK=place_MK, num_rows=R, axis="expert")[0]
+
+  put = jax.jit(manual(local, mesh, (BATCH, BATCH), BATCH))
+  place = np.full((W * M, 1), W * R, np.int32)
+  place[0], place[1] = PLACES - 1, PLACES
+  got = np.asarray(put(jnp.ones((W * M, D)), place))
+  assert (got[PLACES - 1] == 1).all()
+  assert np.isnan(got[PLACES]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+def test_tags_are_read_from_the_last_rows(dtype):
+  """The kernel writes them there one after the other, as words of four bytes."""
+  width, num_rows = 32, 40
+  size = jnp.dtype(dtype).itemsize
+  room = rows_of_tags(num_rows, width * size)
+  held = np.zeros((num_rows, width * size), np.uint8)
+  tags = np.arange(num_rows - room, dtype=np.int32) * 70_000 - 3
+  held[num_rows - room :].reshape(-1)[: tags.nbytes] = tags.view(np.uint8)
+  got = tags_in(jnp.asarray(held.view(jnp.dtype(dtype))))
+  np.testing.assert_array_equal(got, tags)
+
+
 @pytest.mark.parametrize(
   ("num_rows", "row_bytes", "tile", "spare"),
-  # 5 rows of 16 bytes: four rows' tags fill one. 40,000 rows of 2,560 bytes have 160 kB of tags,
-  # 63 rows. 128 rows of 16 bytes: 384 rows hold the tags of 96 in 24 tiles of four.
+  # One more row of 16 bytes holds four tags. One more tile of 64 rows of 2,560 bytes holds 40,064
+  # tags, which need 63 rows. For 128 rows of 16 bytes 32 more hold the tags, 8 tiles of four.
   [(4, 16, 1, 1), (40_064, 2_560, 64, 1), (128, 16, 4, 8)],
 )
 def test_tiles_have_room_for_the_tags_of_all_other_rows(num_rows, row_bytes, tile, spare):
@@ -199,8 +227,8 @@ def test_the_kernel_lowers_for_cuda(tagged, beside):
   assert ('_xla_stream_annotation = "2"' in text) == beside
 
 
-def test_a_layer_puts_rows_four_times_with_its_gradient(monkeypatch):
-  """Dispatch, combine, and the gradient of each; a pair of exchanges forward, a pair backward."""
+def layer_text(monkeypatch, blocks: int) -> str:
+  """The program for CUDA of a layer that puts rows, with its gradient."""
   for module in (rows, put):
     monkeypatch.setattr(module, "runs_ptx", lambda: True)
 
@@ -208,7 +236,7 @@ def test_a_layer_puts_rows_four_times_with_its_gradient(monkeypatch):
     def output(x, weight):
       probs = jnp.zeros((x.shape[0], 4))
       # A slack of 2 has room for all rows, so the loop of overflow rounds is not in the program.
-      way = Put(Exchange("expert", 2), slack=2.0, longest=2 * x.shape[0])
+      way = Put(Exchange("expert", 2), slack=2.0, longest=2 * x.shape[0], blocks=blocks)
       sent = way.dispatch(x, make_routing(expert, weight, probs, probs), None)
       done = tuple(2 * rows for rows in sent.rows)
       return way.combine(dataclasses.replace(sent, rows=done)).astype(jnp.float32).sum()
@@ -217,9 +245,24 @@ def test_a_layer_puts_rows_four_times_with_its_gradient(monkeypatch):
 
   shape = lambda *s, dtype: jax.ShapeDtypeStruct(s, dtype)
   choices = shape(256, 2, dtype=jnp.float32), shape(256, 2, dtype=jnp.int32)
-  text = lowered(local, (BATCH,) * 3, BATCH, shape(256, 256, dtype=jnp.bfloat16), *choices)
+  return lowered(local, (BATCH,) * 3, BATCH, shape(256, 256, dtype=jnp.bfloat16), *choices)
+
+
+def test_a_layer_puts_rows_four_times_with_its_gradient(monkeypatch):
+  """Dispatch, combine, and the gradient of each; a pair of exchanges forward, a pair backward."""
+  text = layer_text(monkeypatch, blocks=0)
   assert text.count("call @put_rows_kernel") == 4
   # Each of them opens mailboxes of its own, whose addresses one all-gather tells.
   assert text.count("@mosaic_gpu_v2() {") == 4  # the kernel that opens them has no operand
   counts = 1
   assert text.count('"stablehlo.all_gather"') == 4 + counts
+  assert "_xla_stream_annotation" not in text
+
+
+def test_a_layer_whose_blocks_are_given_puts_rows_on_a_stream_of_its_own(monkeypatch):
+  text = layer_text(monkeypatch, blocks=16)
+  calls = [line for line in text.splitlines() if '_xla_stream_annotation = "2"' in line]
+  # Dispatch, the gradient of combine, and one call for combine and for the gradient of dispatch.
+  assert len([line for line in calls if " = call @compute_on" in line]) == 3
+  assert text.count("call @put_rows_kernel") == 4
+  assert text.count("-> (tensor<2048xi32>, tensor<2xi32>)") >= 4  # a mailbox for 16 blocks

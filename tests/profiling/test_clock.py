@@ -9,6 +9,7 @@ import pytest
 from covering import night
 from jax.sharding import PartitionSpec as P
 
+from scmoe.kernels.put import put_rows
 from scmoe.parallel.collectives import Exchange
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual
 from scmoe.profiling.clock import Paid
@@ -16,7 +17,7 @@ from scmoe.profiling.exchanges import Exchanged, alone, buffers_for, exchanges_o
 from scmoe.profiling.timer import Timing, interleave
 from scmoe.run import build
 from scmoe.run.config_files import find_config, load_config
-from scmoe.run.controls import exchanges_alone, without_exchanges
+from scmoe.run.controls import exchanges_alone, exchanges_in, without_exchanges
 from scmoe.run.fields import with_field
 from scmoe.training.step import make_train_step
 
@@ -147,6 +148,40 @@ def test_all_exchanges_of_a_step_are_found(fields):
   assert exchanges_alone(step_of(fields, silent=True)[0], mesh) is None
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_all_puts_of_a_step_are_found_and_run_alone(chunks):
+  """Each of two pairs puts tokens into tiles, slots into tiles, and tiles into slots twice.
+
+  A device has 64 tokens with one choice each. With the kernel the tiles have other sizes.
+  """
+  fields = {"dispatch.transport": "put", "dispatch.chunks": str(chunks), "train.remat": "full"}
+  jaxpr, mesh = step_of(fields)
+  found = {e.shape[0]: e.count for e in exchanges_in(jaxpr, chunks)}
+  assert exchanges_of(jaxpr) == []
+  assert found.pop(64) == 2 * chunks  # no put is computed again
+  assert sorted(found.values()) == [2 * chunks, 4 * chunks]
+  arm = exchanges_alone(jaxpr, mesh, chunks=chunks)
+  assert arm is not None
+  arm(2)
+  assert exchanges_in(step_of(fields, silent=True)[0], chunks) == []
+
+
+def test_puts_alone_bring_as_many_rows_to_each_rank():
+  """Each of two devices puts 3 of its 6 rows on each: the first of every two on rank 0."""
+  mesh, batch = make_mesh(MeshConfig(expert=2), jax.devices()[:2]), P(BATCH_AXES)
+
+  def program(x, place):
+    return put_rows(x, place, num_rows=8, axis="expert")[0]
+
+  x, place = jnp.arange(1.0, 13.0).reshape(12, 1), jnp.full((12, 1), -1)
+  jaxpr = jax.jit(manual(program, mesh, (batch, batch), batch)).trace(x, place).jaxpr
+  (found,) = exchanges_in(jaxpr)
+  assert (found.shape, found.count) == ((6, 1), 1)
+  got = jax.jit(manual(found.send, mesh, batch, batch))(x)
+  arrived = [1, 3, 5, 7, 9, 11, np.nan, np.nan, 2, 4, 6, 8, 10, 12, np.nan, np.nan]
+  np.testing.assert_array_equal(got[:, 0], arrived)
+
+
 def test_the_exchanges_alone_run_as_often_as_in_the_program():
   """Three of one kind and two of another: an odd number of times a slice ends where it belongs."""
   mesh = make_mesh(MeshConfig(expert=2), jax.devices()[:2])
@@ -179,4 +214,4 @@ def test_rounds_whose_number_is_not_known_are_left_out():
   mesh = make_mesh(MeshConfig(expert=2), jax.devices()[:2])
   function = jax.jit(manual(program, mesh, (P(BATCH_AXES), P()), P(BATCH_AXES)))
   assert exchanges_of(function.trace(jnp.zeros((4, 3)), 3).jaxpr) == []
-  assert Exchanged((2, 3), np.dtype("float32"), 2, None, {}).nbytes == 48
+  assert Exchanged((2, 3), np.dtype("float32"), 2, lambda x: x).nbytes == 48

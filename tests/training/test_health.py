@@ -49,7 +49,7 @@ def test_zero_steps_and_models_without_routers_are_silent():
 def test_layers_whose_zero_experts_take_the_others_choices_are_named():
   """Half of the choices are meant for computing experts; layer 1 gives them 6 %, layer 0 a third.
 
-  Nothing of it shows in `dead` and `diversity`, which count the choices of computing experts alone.
+  `dead` and `diversity` count the choices of computing experts alone, and need not show it.
   """
   alarm, given = CollapseAlarm(20, real_share=0.5), arrays(GOOD, GOOD, zero_share=(0.67, 0.94))
   assert [alarm.check(step, given) for step in (0, 10)] == [[], []]
@@ -62,8 +62,8 @@ def test_layers_whose_zero_experts_take_the_others_choices_are_named():
   assert [CollapseAlarm(1).check(step, given) for step in (0, 1)] == [[], []], "nothing is aimed at"
 
 
-def test_beside_zero_experts_the_balancing_loss_is_no_remedy():
-  alarm, given = CollapseAlarm(1), arrays(BAD, zero_share=(0.4,))
+def test_where_a_bias_holds_a_share_its_rate_is_the_remedy():
+  alarm, given = CollapseAlarm(1, real_share=0.5), arrays(BAD, zero_share=(0.4,))
   alarm.check(0, given)
   (text,) = alarm.check(1, given)
   assert text.endswith("; raise router.bias_rate, or lower optimizer.learning_rate")
@@ -80,3 +80,16 @@ def test_a_run_warns(mesh1, tmp_path, capsys):
   lines = [line for line in capsys.readouterr().err.splitlines() if "routers collapsed" in line]
   assert len(lines) == 1
   assert "step 3: routers collapsed for 2 steps in MoE layer 0" in lines[0]
+
+
+def test_a_run_warns_of_zero_experts_that_take_the_others_choices(mesh1, tmp_path, capsys):
+  class Starved(fakes.Objective):
+    def metrics(self, aux):
+      scalars, arrays = super().metrics(aux)
+      return scalars, arrays | {"zero_share": jnp.array([0.9])}
+
+  options = {"steps": 5, "log_every": 1, "collapse_steps": 2}
+  fakes.trainer(mesh1, tmp_path, objective=Starved(), real_share=0.5, **options).run()
+  lines = [line for line in capsys.readouterr().err.splitlines() if "computing experts" in line]
+  assert len(lines) == 1
+  assert "step 3: for 2 steps computing experts have had less than half of the 50 %" in lines[0]

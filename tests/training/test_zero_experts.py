@@ -79,6 +79,16 @@ def test_a_stopped_longcat_run_goes_on_bitwise(tmp_path):
   assert np.isfinite(figures["loss"])
 
 
+def test_a_share_is_aimed_at_by_a_balancing_bias_alone():
+  """Four experts of eight compute, unless `router.real_experts` says otherwise, and K is 2."""
+  share = lambda **fields: build(smoke(**fields).resolve(num_devices=8, vocab_size=257)).real_share
+  assert share() == 0.5
+  assert share(**{"router.real_experts": "0.5"}) == 0.25
+  none = {"router.bias": "none", "router.bias_rate": "0.001", "router.bias_proportional": "0"}
+  assert share(**none) is None
+  assert share(zero_experts="0") is None
+
+
 def test_flops_count_what_is_computed():
   model = smoke().resolve(num_devices=8, vocab_size=257).model
   none = dataclasses.replace(model, zero_experts=0)

@@ -244,6 +244,8 @@ def trainer(mesh, workdir, *, data=None, objective=None, config=None, **fields):
     whole | (config or {}),
     objective or Objective(),
   )
+  if "real_share" in fields:
+    built = dataclasses.replace(built, real_share=fields.pop("real_share"))
   return Trainer(built, data or Source(train["batch_size"]), workdir, **fields)
 
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import study
 
 POS2 = {"model.wiring": "scmoe_pos2"}
-BIAS = {"router.bias": "pid"}  # with its default gain, which does not hold the mean; README.md
+BIAS = {"router.bias": "pid"}  # with its default gain, too small beside zero experts; README.md
 HELD = {**BIAS, "router.bias_rate": "0.2", "router.bias_proportional": "0.2"}
 ZERO = {"model.zero_experts": "8", "model.top_k": "2"}
 

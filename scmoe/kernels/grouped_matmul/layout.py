@@ -120,7 +120,11 @@ def make_layout(group_sizes_G: jax.Array, num_rows: int, tile: int) -> GroupLayo
 
 
 def with_spare_tiles(layout: GroupLayout, spare: int) -> GroupLayout:
-  """The layout with `spare` more tiles after all others, for which no group has rows."""
+  """The layout, of one run, with `spare` more tiles after all others, which hold no group's rows.
+
+  As tiles after the last one in use they count as group G - 1 in `tile_group_I`.
+  """
+  assert layout.runs == 1
   group_I = jnp.pad(layout.tile_group_I, (0, spare), constant_values=layout.num_groups - 1)
   return dataclasses.replace(layout, tile_group_I=group_I)
 

@@ -159,7 +159,10 @@ def tags_in(rows_RD: jax.Array) -> jax.Array:
   """The tags of all rows but the last `rows_of_tags`, int32, which these hold."""
   (num_rows, width), size = rows_RD.shape, rows_RD.dtype.itemsize
   first = num_rows - rows_of_tags(num_rows, width * size)
-  words = rows_RD[first:].reshape(-1, *[WORD // size] * (size < WORD))
+  # As integers of the same width first: XLA may change the bits of a NaN when it moves floats, and
+  # half of a tag can look like one.
+  bits_RD = jax.lax.bitcast_convert_type(rows_RD, jnp.dtype(f"uint{8 * size}"))
+  words = bits_RD[first:].reshape(-1, *[WORD // size] * (size < WORD))
   return jax.lax.bitcast_convert_type(words, jnp.int32).reshape(-1)[:first]
 
 

@@ -21,7 +21,8 @@ Numbers only grow, so nothing is zeroed between calls. A rank that posts call n 
 call n, for which it needed this block's signal; and the block signalled after it had read the post
 of call n. So no post is overwritten unread. A post of call n tells two things: where that rank's
 result lies, and that its stream has reached the kernel, so that nothing there still needs what the
-memory held before.
+memory held before. On a stream of its own the kernel waits for all that its device's stream of
+computation had begun before it (XLA makes the one stream wait for the other at the call's start).
 """
 
 from __future__ import annotations

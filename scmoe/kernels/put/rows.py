@@ -20,6 +20,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from scmoe.kernels.grouped_matmul import GroupLayout, with_spare_tiles
 from scmoe.kernels.launch import runs_ptx
@@ -66,6 +68,9 @@ def put_rows(
     and their tags may hold anything, except those that `groups` makes zero.
   """
   count = jnp.asarray(x_MD.shape[0] if count is None else count, jnp.int32)
+  if axis is not None:
+    sizes = {"copies": place_MK.shape[1], "num_rows": num_rows, "tagged": tag_MK is not None}
+    x_MD = _marked.bind(x_MD, axis=axis, **sizes, blocks=blocks, beside=beside)
   if not runs_ptx():
     return _collected(x_MD, place_MK, tag_MK, count, groups, num_rows, axis)
   of_groups = None
@@ -90,8 +95,17 @@ def put_rows(
   return rows_RD, jnp.pad(tags, (0, num_rows - tags.shape[0]), constant_values=-1)
 
 
+# Returns the rows. With it a program's jaxpr names every put between devices, and its arguments:
+# `scmoe.run.controls` times the puts of a program alone.
+MARK = "put_rows"
+_marked = Primitive(MARK)
+_marked.def_impl(lambda x_MD, **_: x_MD)
+_marked.def_abstract_eval(lambda x_MD, **_: x_MD)
+mlir.register_lowering(_marked, lambda _, x_MD, **__: [x_MD])
+
+
 def with_room_for_tags(groups: GroupLayout, row_bytes: int) -> GroupLayout:
-  """The layout with as many further tiles, which no group has, as hold the tags of all rows."""
+  """The layout with as many further tiles, of no group, as the tags of the other rows need."""
   spare = 0
   while kernel.rows_of_tags(groups.num_rows + spare, row_bytes) > spare:
     spare += groups.tile

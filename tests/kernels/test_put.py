@@ -178,6 +178,21 @@ def test_no_row_arrives_where_tags_lie():
   assert np.isnan(got[PLACES]).all()
 
 
+def test_without_the_kernel_rows_are_put_under_vmap():
+  """As for seeds side by side: each batch has its own rows, at the same places here."""
+  mesh, place = make_mesh(MeshConfig(data=1, expert=W)), places()
+
+  def local(x_BMD, place_MK):
+    return jax.vmap(lambda x_MD: put_rows(x_MD, place_MK, num_rows=R, axis="expert")[0])(x_BMD)
+
+  put = jax.jit(manual(local, mesh, (P(None, BATCH_AXES), BATCH), P(None, BATCH_AXES)))
+  x = jnp.arange(2.0 * W * M).reshape(2, W * M, 1)
+  got = np.asarray(put(x, place.reshape(-1, K)))
+  for batch, w, m, k in np.ndindex(2, W, M, K):
+    if place[w, m, k] < W * R:
+      assert got[batch, place[w, m, k], 0] == x[batch, w * M + m, 0]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
 def test_tags_are_read_from_the_last_rows(dtype):
   """The kernel writes them there one after the other, as words of four bytes."""

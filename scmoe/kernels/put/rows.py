@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 from scmoe.kernels.grouped_matmul import GroupLayout, with_spare_tiles
 from scmoe.kernels.launch import runs_ptx
@@ -102,6 +102,7 @@ _marked = Primitive(MARK)
 _marked.def_impl(lambda x_MD, **_: x_MD)
 _marked.def_abstract_eval(lambda x_MD, **_: x_MD)
 mlir.register_lowering(_marked, lambda _, x_MD, **__: [x_MD])
+batching.defvectorized(_marked)
 
 
 def with_room_for_tags(groups: GroupLayout, row_bytes: int) -> GroupLayout:

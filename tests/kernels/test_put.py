@@ -179,7 +179,7 @@ def test_no_row_arrives_where_tags_lie():
 
 
 def test_without_the_kernel_rows_are_put_under_vmap():
-  """As for seeds side by side: each batch has its own rows, at the same places here."""
+  """Each batch has its own rows, at the same places here, like seeds that train side by side."""
   mesh, place = make_mesh(MeshConfig(data=1, expert=W)), places()
 
   def local(x_BMD, place_MK):

@@ -25,6 +25,7 @@ from scmoe.base.stored import Maybe, parse_json, read_bytes, read_json, write_wh
 from scmoe.reports.records import Line, Record, number, printable
 from scmoe.reports.statistics import PairedTest, equivalence, holm, paired_test
 from scmoe.reports.tables import Table
+from scmoe.training.health import DEAD, DIVERSITY
 
 # Which way is better; `ema_` is that of the average of the weights (`optimizer.ema`).
 METRICS = {
@@ -446,8 +447,16 @@ def _p(value: float | None) -> str:
   return "–" if value is None or not math.isfinite(value) else f"{value:.4f}"
 
 
+def _collapsed(router: Mapping[str, float]) -> bool:
+  """Whether these are figures of a run whose worst layer has a collapsed router."""
+  return router.get("dead", 0.0) > DEAD or router.get("diversity", 1.0) < DIVERSITY
+
+
 def complaints(study: Study) -> list[str]:
-  """Lines with caveats for the tables: failures, missing runs, results left out."""
+  """Lines with caveats for the tables: failures, missing runs, collapsed routers, results left out.
+
+  A router has collapsed if its last step has the figures of `CollapseAlarm`.
+  """
   missing = len(study.plan.runs) - len(study.done)
   lines = [f"{missing} of {len(study.plan.runs)} planned runs have no result"] if missing else []
   for result in study.failed:
@@ -455,6 +464,15 @@ def complaints(study: Study) -> list[str]:
     lines.append(
       f"{result['variant']}, seed {result['seed']}: {printable(result['status'])}{again}"
     )
+  for variant in study.plan.variants:
+    own = [result for (name, _), result in study.done.items() if name == variant]
+    routers = [result.get("router") or {} for result in own]
+    dead = [router.get("dead", 0.0) for router in routers if _collapsed(router)]
+    if dead:
+      lines.append(
+        f"{variant}: in the last step of {len(dead)} of {len(routers)} runs the router of a layer "
+        f"had collapsed (up to {100 * max(dead):.0f} % of its experts had no token)"
+      )
   if study.other:
     lines.append(f"{len(study.other)} results of another configuration or other text are left out")
   machines = {r["hardware"] for r in study.done.values()}

@@ -121,6 +121,20 @@ def test_what_does_not_belong_is_left_out():
   assert "3 results of another configuration or other text are left out" in said
 
 
+def test_a_variant_whose_routers_collapsed_is_named():
+  """Two of three runs of pos2, one by each of the two figures; top2 has figures at the limits."""
+  fine, dead, narrow = (
+    {"dead": d, "diversity": v} for d, v in ((0.25, 0.3), (0.75, 0.9), (0, 0.29))
+  )
+  routers = {"top2": [fine] * 3, "pos2": [fine, dead, narrow], "bad": [{}, None]}
+  lines = [{**r, "router": routers[r["variant"]][r["seed"]]} for r in GOOD]
+  (said,) = [line for line in complaints(collected(PLAN, lines)) if "collapsed" in line]
+  assert said == (
+    "pos2: in the last step of 2 of 3 runs the router of a layer had collapsed (up to 75 % of its "
+    "experts had no token)"
+  )
+
+
 def test_the_study_s_own_text_counts():
   """A run of another study, finished earlier on another text, does not put out the study's own."""
   early = result("pos2", 2, 9.0, digest="another text") | {"study": "mixing"}

@@ -406,7 +406,7 @@ def main(argv: list[str]) -> None:
   parser.add_argument(
     "--transport",
     default="dropless",
-    help="of --devices: dispatch.transport, as dropless, per_rank or packed",
+    help="of --devices: dispatch.transport, as dropless, per_rank, packed or put",
   )
   parser.add_argument(
     "--overflow", default="loop", choices=("loop", "repeat"), help="of --devices: dispatch.overflow"

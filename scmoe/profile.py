@@ -363,8 +363,7 @@ class Arm:
     this one. It trains this arm's state, so that both meet the same parameters, and memory holds
     one state.
     """
-    timed = self.built.varied(self.variant)
-    silent = build.build(without_exchanges(timed))
+    silent = build.build(without_exchanges(self.built.varied(self.variant)))
     step = Steps(silent, silent.abstract_state(), self.directory)(Variant())
 
     def run(calls: int) -> None:
@@ -374,8 +373,7 @@ class Arm:
     while not step.settled:
       run(1)
     run(1)
-    chunks = timed.dispatch.chunks
-    alone = exchanges_alone(self.jaxpr, self.built.mesh, self.built.overlap, chunks)
+    alone = exchanges_alone(self.jaxpr, self.built.mesh, self.built.overlap)
     assert alone is not None, "called where rows travel"
     alone(1)
     name = self.run.model.wiring

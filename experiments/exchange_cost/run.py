@@ -42,7 +42,6 @@ from scmoe.profiling.clock import Paid  # noqa: E402
 from scmoe.profiling.timer import Arm, interleave, speed_up  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.run.command_line import simulate  # noqa: E402
-from scmoe.run.config import RunConfig  # noqa: E402
 from scmoe.run.controls import exchanges_alone, without_exchanges  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
@@ -87,11 +86,10 @@ def main() -> None:
 
   steps: dict[str, StepArm] = {}
   states: dict[str, MeasuredState] = {}
-  runs: dict[str, RunConfig] = {}
   with kept_programs(folder):
     for name, own_fields in arms.items():
       run = configured(args.config, fields | own_fields, tiny=args.tiny)
-      own = runs[name] = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
+      own = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
       kinds = {name: own}
       if args.controls is None or name in args.controls.split(","):
         kinds[f"{name} without"] = without_exchanges(own)
@@ -101,8 +99,7 @@ def main() -> None:
     timed: dict[str, Arm] = {k: arm for k, arm in steps.items() if k not in failed}
     controlled = [name for name in arms if {name, f"{name} without"} <= set(timed)]
   for name in controlled:
-    built, chunks = steps[name].shared.built, runs[name].dispatch.chunks
-    arm = exchanges_alone(steps[name].jaxpr, built.mesh, chunks=chunks)
+    arm = exchanges_alone(steps[name].jaxpr, steps[name].shared.built.mesh)
     assert arm is not None, "two devices exchange rows"
     arm(2)
     timed[f"{name} alone"] = arm

@@ -22,11 +22,6 @@ from typing import Any
 from scmoe.profiling.timer import Timing, half_range
 
 
-def added(program: Timing, without: Timing) -> float:
-  """Seconds that a program takes more than one that took turns with it: the median over rounds."""
-  return statistics.median(a - b for a, b in zip(program.seconds, without.seconds))
-
-
 @dataclasses.dataclass(frozen=True)
 class Paid:
   """The cost of a program's exchanges, from three arms of one comparison in turns.
@@ -47,7 +42,8 @@ class Paid:
 
     Below 0 if the program was faster than without exchanges, as noise can make it.
     """
-    return added(self.program, self.without)
+    rounds = zip(self.program.seconds, self.without.seconds)
+    return statistics.median(program - without for program, without in rounds)
 
   @property
   def share(self) -> float:

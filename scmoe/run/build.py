@@ -166,7 +166,7 @@ class Built:
     return peak_flops(device.device_kind, self.run.model.dtype) or 0.0
 
   @property
-  def real_share(self) -> float | None:
+  def aimed_share(self) -> float | None:
     """The share of the choices that the balancing bias aims to give to computing experts.
 
     None without such a bias, or without zero experts.

@@ -36,28 +36,25 @@ def without_exchanges(run: RunConfig) -> RunConfig:
   return dataclasses.replace(run, dispatch=dataclasses.replace(run.dispatch, ablation=ablation))
 
 
-def exchanges_alone(
-  jaxpr: Any, mesh: Mesh, overlap: OverlapConfig = OverlapConfig(), chunks: int = 1
-) -> Arm | None:
+def exchanges_alone(jaxpr: Any, mesh: Mesh, overlap: OverlapConfig = OverlapConfig()) -> Arm | None:
   """An arm that runs the exchanges of a program and nothing else, compiled already.
 
   Args:
     jaxpr: of the program (`jax.stages.Traced.jaxpr`), e.g. of a training step.
     mesh: on which the program runs.
     overlap: the program's options, for XLA's compiler.
-    chunks: see `exchanges_in`.
 
   Returns:
     None if the program has no exchange that `exchanges_in` finds.
   """
-  run, buffers = exchanges_program(exchanges_in(jaxpr, chunks), mesh)
+  run, buffers = exchanges_program(exchanges_in(jaxpr), mesh)
   if not buffers:
     return None
   options = overlap.compiler_options(gpu=jax.default_backend() == "gpu")
   return repeated(run.lower(*buffers).compile(compiler_options=options), *buffers)
 
 
-def exchanges_in(jaxpr: Any, chunks: int = 1) -> list[Exchanged]:
+def exchanges_in(jaxpr: Any) -> list[Exchanged]:
   """The exchanges of rows that a program runs on every device, equal ones together.
 
   They are its all-to-alls (`exchanges_of`) and its puts (`dispatch.transport=put`). A put sends as
@@ -65,33 +62,28 @@ def exchanges_in(jaxpr: Any, chunks: int = 1) -> list[Exchanged]:
 
   Args:
     jaxpr: of the program.
-    chunks: `dispatch.chunks` of the program: a put sends the rows of one chunk.
   """
-  marks = list(collectives(getattr(jaxpr, "jaxpr", jaxpr), (MARK,)))
-  # Dispatch puts each of T tokens K times. The other puts have room for more rows than that.
-  copies = [mark.invars[0].aval.shape[0] * mark.params["copies"] for mark, _ in marks]
-  choices = min(copies, default=0)
   puts: dict[str, Exchanged] = {}
-  for mark, count in marks:
+  for mark, count in collectives(getattr(jaxpr, "jaxpr", jaxpr), (MARK,)):
     rows, key = mark.invars[0].aval, f"{mark.invars[0].aval} {mark.params}"
     before = puts[key].count if key in puts else 0
     if count:
-      send = functools.partial(_put, moved=-(-choices // chunks), **mark.params)
+      send = functools.partial(_put, **mark.params)
       puts[key] = Exchanged(rows.shape, rows.dtype, before + count, send)
   return [*exchanges_of(jaxpr), *puts.values()]
 
 
 def _put(
-  x_MD: Array, *, moved: int, copies: int, num_rows: int, tagged: bool, axis: str, **options: Any
+  x_MD: Array, *, expected: int, copies: int, num_rows: int, tagged: bool, axis: str, **options: Any
 ) -> Array:
-  """Puts `moved` rows, as many to each rank, where those of a rank follow each other."""
+  """Puts `expected` copies, as many to each rank, where those of a rank follow each other."""
   ranks, me = jax.lax.psum(1, axis), jax.lax.axis_index(axis)
   number = jnp.arange(x_MD.shape[0] * copies, dtype=jnp.int32).reshape(-1, copies)
-  share = -(-moved // ranks)  # rows that each rank puts on each
+  share = -(-expected // ranks)  # copies that each rank puts on each
   place = (number % ranks) * num_rows + me * share + number // ranks
-  place = jnp.where(number < moved, place, ranks * num_rows)
+  place = jnp.where(number < expected, place, ranks * num_rows)
   tag = jnp.zeros_like(place) if tagged else None
-  count = jnp.full((), -(-moved // copies), jnp.int32)
+  count = jnp.full((), -(-expected // copies), jnp.int32)
   arrive = {"num_rows": num_rows, "axis": axis, "tag_MK": tag, "count": count}
   return put_rows(x_MD, place, **arrive, **options)[0]
 

@@ -27,12 +27,12 @@ class CollapseAlarm:
   Args:
     steps: number of steps without a break for which a layer must have had the fault before it is
       reported; 0: no alarm.
-    real_share: the share of the choices that the balancing bias aims to give to computing experts;
+    aimed_share: the share of the choices that the balancing bias aims to give to computing experts;
       None: no bias holds a share.
   """
 
-  def __init__(self, steps: int, real_share: float | None = None):
-    self.steps, self._real_share = steps, real_share
+  def __init__(self, steps: int, aimed_share: float | None = None):
+    self.steps, self._aimed_share = steps, aimed_share
     self._collapsed, self._starved = _Lasting(steps), _Lasting(steps)
 
   def check(self, step: int, arrays: Mapping[str, np.ndarray]) -> list[str]:
@@ -57,19 +57,19 @@ class CollapseAlarm:
         for layer in due
       )
       remedy = "raise router.balance_loss, use router.bias, or lower optimizer.learning_rate"
-      if self._real_share is not None:
+      if self._aimed_share is not None:
         remedy = "raise router.bias_rate, or lower optimizer.learning_rate"
       lines += [
         f"step {step}: routers collapsed for {self.steps} steps in MoE layer {', '.join(layers)}; "
         f"{remedy}"
       ] * bool(due)
-    if "zero_share" in arrays and self._real_share is not None:
+    if "zero_share" in arrays and self._aimed_share is not None:
       real_L = 1 - arrays["zero_share"]
-      due = self._starved.due(step, real_L < STARVED * self._real_share)
+      due = self._starved.due(step, real_L < STARVED * self._aimed_share)
       layers = ", ".join(f"{layer} ({100 * real_L[layer]:.1f} %)" for layer in due)
       lines += [
         f"step {step}: for {self.steps} steps computing experts have had less than half of the "
-        f"{100 * self._real_share:.0f} % of the choices that the balancing bias aims at, in MoE "
+        f"{100 * self._aimed_share:.0f} % of the choices that the balancing bias aims at, in MoE "
         f"layer {layers}; raise router.bias_rate"
       ] * bool(due)
     return lines

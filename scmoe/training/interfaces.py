@@ -54,8 +54,8 @@ class Trainable(Searchable, Protocol):
     sequence_length: tokens per sequence, or per image.
     batch_shapes: one step's batch as `jax.ShapeDtypeStruct`s [A, B, ...], of all processes.
     peak_flops: FLOP/s of one device; 0: no MFU.
-    real_share: the share of the choices that a balancing bias aims to give to experts that compute;
-      None: none holds a share.
+    aimed_share: the share of the choices that a balancing bias aims to give to computing experts;
+      None: no bias aims at one.
   """
 
   @property
@@ -67,7 +67,7 @@ class Trainable(Searchable, Protocol):
   @property
   def peak_flops(self) -> float: ...
   @property
-  def real_share(self) -> float | None: ...
+  def aimed_share(self) -> float | None: ...
   def flops_per_token(self, figures: Mapping[str, Any]) -> float:
     """Training FLOPs of a token in a step with these figures; 0: unknown, no MFU."""
     ...

@@ -45,7 +45,7 @@ class Journal:
     self._bar = Bar(0, 0, shown=is_first())
     self._metrics: Metrics | None = None  # process 0 sets it in `open`; None on the others
     self._vitals = Vitals(workdir, jax.process_index())
-    self._alarm = CollapseAlarm(built.train.collapse_steps, built.real_share)
+    self._alarm = CollapseAlarm(built.train.collapse_steps, built.aimed_share)
     self._began = time.time()
 
   def open(self, step: int) -> None:

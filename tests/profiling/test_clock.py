@@ -156,14 +156,14 @@ def test_all_puts_of_a_step_are_found_and_run_alone(chunks):
   """
   fields = {"dispatch.transport": "put", "dispatch.chunks": str(chunks), "train.remat": "full"}
   jaxpr, mesh = step_of(fields)
-  found = {e.shape[0]: e.count for e in exchanges_in(jaxpr, chunks)}
+  found = {e.shape[0]: e.count for e in exchanges_in(jaxpr)}
   assert exchanges_of(jaxpr) == []
   assert found.pop(64) == 2 * chunks  # no put is computed again
   assert sorted(found.values()) == [2 * chunks, 4 * chunks]
-  arm = exchanges_alone(jaxpr, mesh, chunks=chunks)
+  arm = exchanges_alone(jaxpr, mesh)
   assert arm is not None
   arm(2)
-  assert exchanges_in(step_of(fields, silent=True)[0], chunks) == []
+  assert exchanges_in(step_of(fields, silent=True)[0]) == []
 
 
 def test_puts_alone_bring_as_many_rows_to_each_rank():

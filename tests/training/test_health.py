@@ -51,7 +51,7 @@ def test_layers_whose_zero_experts_take_the_others_choices_are_named():
 
   `dead` and `diversity` count the choices of computing experts alone, and need not show it.
   """
-  alarm, given = CollapseAlarm(20, real_share=0.5), arrays(GOOD, GOOD, zero_share=(0.67, 0.94))
+  alarm, given = CollapseAlarm(20, aimed_share=0.5), arrays(GOOD, GOOD, zero_share=(0.67, 0.94))
   assert [alarm.check(step, given) for step in (0, 10)] == [[], []]
   (text,) = alarm.check(20, given)
   assert text == (
@@ -63,7 +63,7 @@ def test_layers_whose_zero_experts_take_the_others_choices_are_named():
 
 
 def test_where_a_bias_holds_a_share_its_rate_is_the_remedy():
-  alarm, given = CollapseAlarm(1, real_share=0.5), arrays(BAD, zero_share=(0.4,))
+  alarm, given = CollapseAlarm(1, aimed_share=0.5), arrays(BAD, zero_share=(0.4,))
   alarm.check(0, given)
   (text,) = alarm.check(1, given)
   assert text.endswith("; raise router.bias_rate, or lower optimizer.learning_rate")
@@ -89,7 +89,7 @@ def test_a_run_warns_of_zero_experts_that_take_the_others_choices(mesh1, tmp_pat
       return scalars, arrays | {"zero_share": jnp.array([0.9])}
 
   options = {"steps": 5, "log_every": 1, "collapse_steps": 2}
-  fakes.trainer(mesh1, tmp_path, objective=Starved(), real_share=0.5, **options).run()
+  fakes.trainer(mesh1, tmp_path, objective=Starved(), aimed_share=0.5, **options).run()
   lines = [line for line in capsys.readouterr().err.splitlines() if "computing experts" in line]
   assert len(lines) == 1
   assert "step 3: for 2 steps computing experts have had less than half of the 50 %" in lines[0]

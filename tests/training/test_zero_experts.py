@@ -81,7 +81,7 @@ def test_a_stopped_longcat_run_goes_on_bitwise(tmp_path):
 
 def test_a_share_is_aimed_at_by_a_balancing_bias_alone():
   """Four experts of eight compute, unless `router.real_experts` says otherwise, and K is 2."""
-  share = lambda **fields: build(smoke(**fields).resolve(num_devices=8, vocab_size=257)).real_share
+  share = lambda **fields: build(smoke(**fields).resolve(num_devices=8, vocab_size=257)).aimed_share
   assert share() == 0.5
   assert share(**{"router.real_experts": "0.5"}) == 0.25
   none = {"router.bias": "none", "router.bias_rate": "0.001", "router.bias_proportional": "0"}

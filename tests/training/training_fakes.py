@@ -192,7 +192,7 @@ class FakeBuilt:
   overlap: OverlapConfig = OverlapConfig()
   sequence_length: int = SEQ
   peak_flops: float = 0.0
-  real_share: float | None = None
+  aimed_share: float | None = None
   candidates: tuple[Variant, ...] = (Variant(),)
   state: Any = None  # shapes to ask for instead of those of the mesh
 
@@ -244,8 +244,8 @@ def trainer(mesh, workdir, *, data=None, objective=None, config=None, **fields):
     whole | (config or {}),
     objective or Objective(),
   )
-  if "real_share" in fields:
-    built = dataclasses.replace(built, real_share=fields.pop("real_share"))
+  if "aimed_share" in fields:
+    built = dataclasses.replace(built, aimed_share=fields.pop("aimed_share"))
   return Trainer(built, data or Source(train["batch_size"]), workdir, **fields)
 
 

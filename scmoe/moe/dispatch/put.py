@@ -85,7 +85,7 @@ class Put(Dropless):
     """
     row_bytes = x_TD.shape[1] * x_TD.dtype.itemsize
     plan = _make_plan(routing.expert_TK, queues, self, chunk * size, size, row_bytes)
-    _check_rows(x_TD, plan)
+    _check_rows(row_bytes, plan)
     if before is not None:
       x_TD, queues, before = barrier((x_TD, queues, before), "forward")
     x_TD = wait(x_TD, chunk)
@@ -173,6 +173,7 @@ class _Plan:
       they are None and 1: this device puts all its rows into its own tiles, and its slots are the
       only ones.
     blocks: see `Put`; static.
+    expected: how many of this device's choices are in the chunk in balanced routing; static.
   """
 
   window: Permutation
@@ -182,6 +183,7 @@ class _Plan:
   axis: str | None = dataclasses.field(metadata={"static": True})
   ranks: int = dataclasses.field(metadata={"static": True})
   blocks: int = dataclasses.field(metadata={"static": True})
+  expected: int = dataclasses.field(metadata={"static": True})
 
   @property
   def slots(self) -> int:
@@ -255,12 +257,12 @@ def _make_plan(
   place_S = place_TK.reshape(-1)[jnp.maximum(window.copy_R, 0)]
   place_S = jnp.where(window.copy_R < 0, nowhere, place_S)
   axis = None if exchange.silent else exchange.axis
-  return _Plan(window, place_TK, place_S, groups, axis, receivers, way.blocks)
+  expected = -(-expert_TK.size // way.chunks)
+  return _Plan(window, place_TK, place_S, groups, axis, receivers, way.blocks, expected)
 
 
-def _check_rows(x_TD: Array, plan: _Plan) -> None:
+def _check_rows(row_bytes: int, plan: _Plan) -> None:
   """Raises ConfigError if the kernel runs here but does not take these rows, choices or devices."""
-  row_bytes = x_TD.shape[1] * x_TD.dtype.itemsize
   if runs_ptx() and not takes(row_bytes, plan.place_TK.shape[1], plan.ranks):
     raise ConfigError(
       f"dispatch.transport=put got rows of {row_bytes} bytes, {plan.place_TK.shape[1]} choices and "
@@ -275,7 +277,7 @@ def _check_rows(x_TD: Array, plan: _Plan) -> None:
 def _put(x_MD: Array, place_MK: Array, plan: _Plan, **to: Any) -> tuple[Array, Array | None]:
   if plan.blocks:
     to |= {"blocks": plan.blocks, "beside": True}
-  return put_rows(x_MD, place_MK, axis=plan.axis, **to)
+  return put_rows(x_MD, place_MK, axis=plan.axis, expected=plan.expected, **to)
 
 
 def _to_tiles(

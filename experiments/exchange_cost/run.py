@@ -86,16 +86,18 @@ def main() -> None:
 
   steps: dict[str, StepArm] = {}
   states: dict[str, MeasuredState] = {}
+  first: dict[str, str] = {}  # wiring -> its first arm, which has nearly all products of the others
   with kept_programs(folder):
     for name, own_fields in arms.items():
       run = configured(args.config, fields | own_fields, tiny=args.tiny)
       own = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
+      first.setdefault(own.model.wiring, name)
       kinds = {name: own}
       if args.controls is None or name in args.controls.split(","):
         kinds[f"{name} without"] = without_exchanges(own)
       for kind, of in kinds.items():
         steps[kind] = step_arm(of, states, args.out / "profiles")
-    failed = prepare(steps, arms)
+    failed = prepare(steps, first.values())
     timed: dict[str, Arm] = {k: arm for k, arm in steps.items() if k not in failed}
     controlled = [name for name in arms if {name, f"{name} without"} <= set(timed)]
   for name in controlled:

@@ -15,13 +15,16 @@ in scmoe.
 | 7    | an elastic run has used up its restarts            |
 | 69   | no device, or no other process, can be reached     |
 | 75   | preempted and saved: run the same command again    |
-| 86   | watchdog: a step or a collective is stuck          |
+| 86   | a step or a collective is stuck (the watchdog), or |
+|      | another process of the run has ended               |
 | 130  | interrupted (Ctrl-C) before it could save          |
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import sys
 from collections.abc import Callable
 
@@ -29,9 +32,15 @@ from scmoe.base.output import OutputError, guarded
 
 
 class ScmoeError(Exception):
-  """An expected failure with a one-line message and a documented exit code."""
+  """An expected failure with a one-line message and a documented exit code.
+
+  Attributes:
+    code: the exit code.
+    at_once: end the process without Python's exit handlers.
+  """
 
   code = 1
+  at_once = False
 
 
 class ConfigError(ScmoeError):
@@ -76,10 +85,21 @@ class Preempted(ScmoeError):
   code = 75
 
 
-# A parent process ends with it once no restart is left: `scmoe.training.elastic`.
-GAVE_UP_EXIT = 7
 # The watchdog ends the process itself: Python raises no exception inside a stuck collective.
 WATCHDOG_EXIT = 86
+
+
+class PeerLost(ScmoeError):
+  """Another process of the run has ended, or is not reached any more."""
+
+  code = WATCHDOG_EXIT
+  # jax's exit handler waits for the lost process until `distributed.heartbeat_seconds` are over,
+  # and aborts then.
+  at_once = True
+
+
+# A parent process ends with it once no restart is left: `scmoe.training.elastic`.
+GAVE_UP_EXIT = 7
 # The status that a shell reports for a process ended by SIGINT.
 INTERRUPTED_EXIT = 130
 _READER_LEFT = 141  # the status that a shell reports for a process ended by SIGPIPE
@@ -97,7 +117,11 @@ def run_main(main: Callable[[list[str]], None], argv: list[str] | None = None) -
       main(sys.argv[1:] if argv is None else argv)
       sys.stdout.flush()
     except ScmoeError as error:
-      print(f"{type(error).__name__}: {error}", file=sys.stderr)
+      print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+      if error.at_once:
+        with contextlib.suppress(OutputError):
+          sys.stdout.flush()
+        os._exit(error.code)
       raise SystemExit(error.code) from None
     except OutputError as error:
       if error.reader_left:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from scmoe.base.errors import ConfigError, ScmoeError, Unavailable
+from scmoe.base.errors import ConfigError, PeerLost, ScmoeError, Unavailable
 from scmoe.kernels.grouped_matmul import tuned
 from scmoe.training.options import DistributedConfig
 
@@ -26,6 +26,8 @@ VARIABLES = {
 }
 # A process waits for the coordinator to listen as long as jax waits for all processes by default.
 _COORDINATOR_SECONDS = 300.0
+# Libraries that connect processes, as XLA's errors name them.
+_CONNECTIONS = ("Gloo", "NCCL", "coordination service")
 
 
 class Cluster(NamedTuple):
@@ -131,6 +133,21 @@ def _share_tilings() -> None:
   kind = jax.devices()[0].device_kind
   own = tuned.text(tuned.table(kind), kind) if is_first() else ""
   tuned.use(kind, tuned.parsed(bytes_of_first(own.encode()).decode(), kind))
+
+
+def lost_peer(error: Exception) -> PeerLost | None:
+  """The failure if a collective broke off since another process ended; None if it did not.
+
+  Between CPUs Gloo may report at once that a connection is closed. NCCL mostly waits, until the
+  watchdog ends the process.
+  """
+  said = " ".join(str(error).split())
+  if jax.process_count() == 1 or not any(name in said for name in _CONNECTIONS):
+    return None
+  return PeerLost(
+    f"process {jax.process_index()} of {jax.process_count()}: another process has ended or is not "
+    f"reached any more ({said[:200]}); run the same command again, for all processes"
+  )
 
 
 def is_first() -> bool:

@@ -28,7 +28,7 @@ from scmoe.training.card import write_card
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.description import WEIGHTS_ONLY, held_part, misfit
-from scmoe.training.distributed import OnFirst, first_decides, is_first
+from scmoe.training.distributed import OnFirst, first_decides, is_first, lost_peer
 from scmoe.training.failure import REPLAY, not_finite, write_replay
 from scmoe.training.fastest import fastest_step
 from scmoe.training.interfaces import Data, Trainable, abstract_batch
@@ -107,6 +107,7 @@ class Trainer:
         moments (mesh.moments_in=files) cannot be made, read or written.
       NonFiniteError: as `Run.flush`; or a state that was to be saved is not finite.
       Preempted: asked to stop (signal or train.stop_after), and saved.
+      PeerLost: a collective failed since another process of the run has ended.
       Exception: those of `evaluate`, `warm_start` and `teacher`; or, for example, of too little
         memory.
     """
@@ -134,6 +135,8 @@ class Trainer:
           if run.due(train.sample_every):
             run.sample()
         return run.finish()
+      except jax.errors.JaxRuntimeError as error:
+        raise lost_peer(error) or error from None
       finally:
         run.close()
 

@@ -2,19 +2,23 @@
 
 `overlap.schedule=auto` and `scmoe.profile` time steps with fresh parameters and a random batch. The
 routers of deep blocks would then send far more tokens to some experts than to others: a fresh
-model's attention adds nearly the same value to all tokens of a sequence. Steps on the same random
-batch make it worse. Where an exchange goes in rounds, the rows for which the first has no
-room then travel in overflow rounds, beside which XLA runs nothing, and the measurement sees
-exchanges that a trained, balanced router does not cause. For `gpt2_moe_medium` with 4 layers over a
-slow link such steps took 181 ms, and 146 ms when no round overflowed (experiments/LOG.md,
-2026-11-27).
+model's attention adds nearly the same value to all tokens of a sequence. Where an exchange goes in
+rounds, the rows for which the first has no room then travel in overflow rounds, beside which XLA
+runs nothing, and the measurement sees exchanges that a trained, balanced router does not cause. For
+`gpt2_moe_medium` with 4 layers over a slow link such steps took 181 ms, and 146 ms when no round
+overflowed (experiments/LOG.md, 2026-11-27).
 
 So the embeddings of tokens, and of the patches of images, are `SPREAD` times as large as a run
 initialises them. What tells tokens apart then outweighs what their sequence adds, and the loads of
 experts come out about as even as those of a trained router: where it was measured, the fullest
-expert got 1.2 to 1.4 times the mean load in every block instead of up to 2.3 times. In a run
-with a long warm-up the timed steps hardly change that: each is step 0, which has the warm-up's
-smallest learning rate.
+expert got 1.2 to 1.4 times the mean load in every block instead of up to 2.3 times.
+
+A timed step changes no parameter: each is step -1, whose learning rate is 0
+(`scmoe.training.optimizer.make_schedule`). Even the smallest learning rate of a warm-up would
+change what is timed. With the large embeddings the loss is large, and steps on the same batch move
+all tokens' values in one direction: after twelve of them the last router of `gpt2_moe_medium` sent
+90 % of its choices to one of two devices, where 61 % had gone at first (batches of 4 rows of 256
+tokens, 2026-11-29).
 """
 
 from __future__ import annotations
@@ -57,12 +61,13 @@ class MeasuredState:
   def train(self, step: Callable[..., Any], calls: int = 1) -> None:
     """Calls `step`, which donates its state, `calls` times; may return before the devices are done.
 
-    Every call is step 0 of the run.
+    Every call is step -1 of the run: parameters stay what they are, moments and balancing biases do
+    not.
     """
     for _ in range(calls):
-      self.state, *self.figures = step(self.state, self.batch)
-      first = jax.device_put(np.zeros((), np.int32), self.state.step.sharding)
-      self.state = dataclasses.replace(self.state, step=first)
+      before = jax.device_put(np.full((), -1, np.int32), self.state.step.sharding)
+      state = dataclasses.replace(self.state, step=before)
+      self.state, *self.figures = step(state, self.batch)
 
   def wait(self) -> None:
     """Waits until the devices have finished the steps that were called."""

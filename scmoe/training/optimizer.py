@@ -59,11 +59,13 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   step already learns, and a run made short for a trial still reaches the peak. After the warm-up
   `cosine` falls from the peak towards min_lr_ratio of it, `constant` stays at the peak, and `wsd`
   stays there until the last decay_fraction of all steps (at most those after the warm-up), in which
-  it falls linearly towards min_lr_ratio of the peak.
+  it falls linearly towards min_lr_ratio of the peak. Before step 0 the rate is 0: a step that is
+  timed as step -1 changes no parameter (`scmoe.training.measured`).
   """
   peak, warmup = cfg.learning_rate, min(cfg.warmup_steps, steps // 2)
   decay = min(round(cfg.decay_fraction * steps), steps - warmup)
-  parts = [(0, optax.linear_schedule(peak / (warmup + 1), peak, warmup))] if warmup else []
+  parts = [(-1, optax.constant_schedule(0.0))]
+  parts += [(0, optax.linear_schedule(peak / (warmup + 1), peak, warmup))] if warmup else []
   if cfg.schedule == "cosine":
     parts += [(warmup, optax.cosine_decay_schedule(peak, steps - warmup, cfg.min_lr_ratio))]
   elif cfg.schedule == "constant" or not decay:

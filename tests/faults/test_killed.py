@@ -3,6 +3,9 @@
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -82,6 +85,42 @@ def test_a_peer_that_is_killed_ends_the_other_and_leaves_a_good_checkpoint(
   np.testing.assert_allclose(
     [loss for _, loss in losses(workdir)], [loss for _, loss in losses(whole[0])], rtol=1e-5
   )
+
+
+@pytest.mark.nightly
+def test_a_collective_that_fails_since_a_peer_was_killed_is_one_line(tmp_path):
+  """Between processes of one device each, the collective fails at once; jax would wait 100 s."""
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+  fields = {"mesh.data": 1, "mesh.expert": 2, "train.steps": 5000, "train.log_every": 1}
+  fields |= {"train.eval_every": 0, "checkpoint.every": 0}
+  command = [sys.executable, "-m", "scmoe.train", "--config", "quickstart", "--smoke"]
+  command += ["--workdir", str(tmp_path / "run")]
+  command += [f"--config.{name}={value}" for name, value in fields.items()]
+  own = {"XLA_FLAGS": "", "SCMOE_COORDINATOR": f"127.0.0.1:{port}", "SCMOE_NUM_PROCESSES": "2"}
+  both = [
+    subprocess.Popen(
+      command,
+      env=os.environ | own | {"SCMOE_PROCESS_ID": str(i)},
+      stdout=subprocess.DEVNULL,
+      stderr=open(tmp_path / f"{i}.err", "w"),  # noqa: SIM115
+    )
+    for i in range(2)
+  ]
+  try:
+    end = time.monotonic() + 90
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or len(losses(tmp_path / "run")) < 3:
+      assert time.monotonic() < end
+      assert both[0].poll() is None, (tmp_path / "0.err").read_text()
+      time.sleep(0.1)
+    both[1].kill()
+    assert both[0].wait(20) == 86
+  finally:
+    for process in both:
+      process.kill()
+  (line,) = [x for x in (tmp_path / "0.err").read_text().splitlines() if "PeerLost" in x]
+  assert "process 0 of 2: another process has ended" in line
 
 
 @pytest.mark.nightly

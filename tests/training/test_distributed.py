@@ -1,9 +1,10 @@
 """How the processes of a run are found, without starting any."""
 
+import jax
 import pytest
 
 from scmoe.base.errors import ConfigError
-from scmoe.training.distributed import Cluster, find_cluster
+from scmoe.training.distributed import Cluster, find_cluster, lost_peer
 from scmoe.training.options import DistributedConfig
 
 SLURM = {
@@ -56,3 +57,20 @@ def test_found_in_configuration_environment_or_slurm(cfg, environment, expected)
 def test_errors_name_the_field(cfg, environment, message):
   with pytest.raises(ConfigError, match=message):
     find_cluster(DistributedConfig(**cfg), environment)
+
+
+@pytest.mark.parametrize(
+  ("processes", "said", "lost"),
+  [
+    (2, "UNKNOWN: Gloo all-reduce failed: Connection closed by peer", True),
+    (2, "INTERNAL: Mosaic failed", False),
+    (1, "UNKNOWN: Gloo all-reduce failed: Connection closed by peer", False),
+  ],
+)
+def test_a_collective_that_breaks_off_means_a_lost_process(monkeypatch, processes, said, lost):
+  monkeypatch.setattr(jax, "process_count", lambda: processes)
+  found = lost_peer(jax.errors.JaxRuntimeError(said))
+  assert (found is not None) == lost
+  if found is not None:
+    assert said in str(found)
+    assert found.code == 86

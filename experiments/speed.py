@@ -56,7 +56,7 @@ from scmoe.run.build import build
 from scmoe.run.config import RunConfig
 from scmoe.run.controls import exchanges_in, exchanges_program
 from scmoe.run.fields import with_field
-from scmoe.training.measured import spread
+from scmoe.training.measured import before_training, spread
 from scmoe.training.options import TrainConfig
 from scmoe.training.step import init_state, make_train_step
 
@@ -240,7 +240,8 @@ class Arm:
     return run.trace(*given), lambda: self.program(*given)
 
   def _train(self):
-    """The training step; it donates the state, which so passes from arm to arm."""
+    """The training step, without a learning rate; it donates the state, which so passes from arm to
+    arm."""
     built, wiring = self.built, self.run.model.wiring
     abstract = built.abstract_state()
     if wiring not in self.held:
@@ -250,7 +251,7 @@ class Arm:
     batch = jax.device_put(Batch.of_tokens(self._tokens()), batch_sharding(built.mesh, leading=1))
 
     def call():
-      self.held[wiring], scalars, _ = self.program(self.held[wiring], batch)
+      self.held[wiring], scalars, _ = self.program(before_training(self.held[wiring]), batch)
       return scalars
 
     return step.trace(abstract, batch), call

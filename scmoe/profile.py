@@ -360,8 +360,8 @@ class Arm:
     """The step without its exchanges, and the exchanges alone, by the arm's name; both compiled.
 
     The step without exchanges has the schedule and the transport that the search has chosen for
-    this one. It trains this arm's state, so that both meet the same parameters, and memory holds
-    one state.
+    this one. It has this arm's state, so that both meet the same parameters, and memory holds one
+    state.
     """
     silent = build.build(without_exchanges(self.built.varied(self.variant)))
     step = Steps(silent, silent.abstract_state(), self.directory)(Variant())

@@ -86,7 +86,9 @@ def main() -> None:
 
   steps: dict[str, StepArm] = {}
   states: dict[str, MeasuredState] = {}
-  first: dict[str, str] = {}  # wiring -> its first arm, which has nearly all products of the others
+  first: dict[
+    str, str
+  ] = {}  # wiring -> its first arm; its products of dense layers are the others'
   with kept_programs(folder):
     for name, own_fields in arms.items():
       run = configured(args.config, fields | own_fields, tiny=args.tiny)

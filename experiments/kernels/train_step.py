@@ -35,6 +35,7 @@ from scmoe.profiling.wire import operation_names
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
+from scmoe.training.measured import before_training
 from scmoe.training.step import init_state, make_train_step
 
 COMPARED = ("objective", "grad_norm")
@@ -93,11 +94,16 @@ class Bench:
     )
     return step.lower(self.abstract, self.batch).compile()
 
-  def steps(self, compiled, calls: int) -> dict[str, jax.Array]:
-    """Steps the state; returns the last step's scalars when the device is done."""
+  def steps(self, compiled, calls: int, *, train: bool = True) -> dict[str, jax.Array]:
+    """Steps the state; returns the last step's scalars when the device is done.
+
+    Without `train` no step changes a parameter.
+    """
     scalars = {}
     for _ in range(calls):
-      self.state, scalars, _ = compiled(self.state, self.batch)
+      assert self.state is not None
+      state = self.state if train else before_training(self.state)
+      self.state, scalars, _ = compiled(state, self.batch)
     return jax.block_until_ready(scalars)
 
 
@@ -181,7 +187,7 @@ def main() -> None:
   for compiled in programs.values():
     bench.steps(compiled, 2)
   timings = interleave(
-    {name: lambda calls, c=c: bench.steps(c, calls) for name, c in programs.items()},
+    {name: lambda calls, c=c: bench.steps(c, calls, train=False) for name, c in programs.items()},
     rounds=args.rounds,
     calls=args.calls,
     deadline=time.perf_counter() + args.seconds,

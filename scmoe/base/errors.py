@@ -109,6 +109,8 @@ _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 def run_main(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
   """Runs an entry point; turns a `ScmoeError` into one line on standard error and its exit code.
 
+  An error that ends the process `at_once` runs no exit handlers.
+
   If standard output cannot be written, the exit code is 6 (storage failure), or 141 if it is a
   pipe whose reader has closed it.
   """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +24,33 @@ from scmoe.layers.cross_entropy import (
 )
 from scmoe.parallel.collectives import gather_replicated, repeat, total
 from scmoe.parallel.mesh import axis_index, axis_size
+
+
+@jax.custom_vjp
+def looked_up(table_VD: Float[Array, "V D"], index: Int[Array, "*n"]) -> Float[Array, "*n D"]:
+  """Rows of a table: result [*n, D], in the table's type.
+
+  The gradients of the tokens that look up one row are added in float32, and their sum is rounded to
+  the table's type. In bfloat16 the sum of a frequent token would stop growing: adding 1 to 256
+  gives 256. It would also be slow: on a Hopper GPU each addition of a bfloat16 number is a loop
+  that repeats until no other thread has changed the number meanwhile, while one instruction adds
+  four float32 numbers.
+  """
+  return table_VD[index]
+
+
+def _looked_up_fwd(table_VD, index):
+  return table_VD[index], (index, jnp.zeros((0, len(table_VD)), table_VD.dtype))
+
+
+def _looked_up_bwd(kept, bar):
+  index, like = kept
+  wide = jnp.promote_types(like.dtype, jnp.float32)
+  zeros = jnp.zeros((like.shape[1], bar.shape[-1]), wide)
+  return zeros.at[index].add(bar.astype(wide)).astype(like.dtype), None
+
+
+looked_up.defvjp(_looked_up_fwd, _looked_up_bwd)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,17 +132,17 @@ class Embedding(nnx.Module):
 
     The result has the type `dtype`.
     """
-    table_VD = self.tokens[...].astype(dtype)
+    table_VD = self.tokens[...]
     if self._is_part(self.tokens):
+      table_VD = table_VD.astype(dtype)  # as it travels
       table_Vd = partitioned.columns_of(table_VD) if self.config.tied else table_VD
       everyones_NBS = partitioned.tokens_of_all_ranks(tokens_BS)
-      h_NBSd = self._rows(table_Vd, everyones_NBS, partitioned.looked_up)
-      h_BSD = partitioned.to_own_tokens(h_NBSd)
+      h_BSD = partitioned.to_own_tokens(self._rows(table_Vd, everyones_NBS))
     else:
-      h_BSD = self._rows(table_VD, tokens_BS, lambda table, index: table[index])
+      h_BSD = self._rows(table_VD, tokens_BS).astype(dtype)
     h_BSD = total(h_BSD, ("tensor",), "tensor")
     if self.positions is not None:
-      h_BSD += self.positions[...].astype(dtype)[positions_BS]
+      h_BSD += looked_up(self.positions[...], positions_BS).astype(dtype)
     return h_BSD
 
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
@@ -190,9 +216,7 @@ class Embedding(nnx.Module):
     found: Any = taught_losses(tuple(student), tuple(given), targets_T, weights_T, how)
     return found
 
-  def _rows(
-    self, table_VD: Array, index: Array, looked_up: Callable[[Array, Array], Array]
-  ) -> Array:
+  def _rows(self, table_VD: Array, index: Array) -> Array:
     """Rows of this device's part of the vocabulary, 0 for tokens of another tensor rank's."""
     own = table_VD.shape[0]
     if own == self.config.vocab_size:

@@ -117,30 +117,6 @@ def to_own_tokens(h_NBSd: Float[Array, "N B S d"]) -> Float[Array, "B S D"]:
     return jax.lax.all_to_all(h_NBSd, AXIS, 0, 3, tiled=True)[0]
 
 
-@jax.custom_vjp
-def looked_up(table_Vd: Float[Array, "V d"], index: Array) -> Array:
-  """Rows of a table; the gradients of a row's tokens are added in float32.
-
-  One rank adds up the gradients of all ranks' tokens, and in bfloat16 the sum of a frequent token's
-  would stop growing.
-  """
-  return table_Vd[index]
-
-
-def _looked_up_fwd(table_Vd, index):
-  return table_Vd[index], (index, jnp.zeros((0, len(table_Vd)), table_Vd.dtype))
-
-
-def _looked_up_bwd(kept, bar):
-  index, like = kept
-  wide = jnp.promote_types(like.dtype, jnp.float32)
-  zeros = jnp.zeros((like.shape[1], bar.shape[-1]), wide)
-  return zeros.at[index].add(bar.astype(wide)).astype(like.dtype), None
-
-
-looked_up.defvjp(_looked_up_fwd, _looked_up_bwd)
-
-
 def is_part(elements: int, vocab: int, width: int) -> bool:
   """Whether a table's array in the manual region is a data rank's part of it.
 

@@ -26,8 +26,15 @@ VARIABLES = {
 }
 # A process waits for the coordinator to listen as long as jax waits for all processes by default.
 _COORDINATOR_SECONDS = 300.0
-# Libraries that connect processes, as XLA's errors name them.
-_CONNECTIONS = ("Gloo", "NCCL", "coordination service")
+# What Gloo, NCCL and jax's coordination service say of a connection that has broken off.
+_BROKEN = (
+  "closed by peer",
+  "reset by peer",
+  "Socket closed",
+  "Broken pipe",
+  "remote process exited",
+  "heartbeat timeout",
+)
 
 
 class Cluster(NamedTuple):
@@ -142,7 +149,7 @@ def lost_peer(error: Exception) -> PeerLost | None:
   watchdog ends the process.
   """
   said = " ".join(str(error).split())
-  if jax.process_count() == 1 or not any(name in said for name in _CONNECTIONS):
+  if jax.process_count() == 1 or not any(words in said for words in _BROKEN):
     return None
   return PeerLost(
     f"process {jax.process_index()} of {jax.process_count()}: another process has ended or is not "

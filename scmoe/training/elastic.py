@@ -9,8 +9,8 @@ a mesh fits the others (`Supervisor._chosen_from`). If another member comes back
 the mesh would be larger with it, the first member's child is asked to stop: all children save the
 same step and exit with 75, and a turn with that member begins.
 
-Why the children end: a collective whose peer has died does not return with gloo, even with jax's
-recoverable tasks (experiments/LOG.md), and process 0's death ends jax's coordination service.
+Why the children end: a collective whose peer has died mostly does not return with gloo, even with
+jax's recoverable tasks (experiments/LOG.md), and process 0's death ends jax's coordination service.
 """
 
 from __future__ import annotations
@@ -388,7 +388,8 @@ class Supervisor:
       # The signal ends a command that has not begun to train: nothing is lost.
       return Preempted.code if code == 128 + signal.SIGTERM else code
     if code != Preempted.code:
-      # The watchdog ends a command whose collective is stuck, most likely by another host's fault.
+      # A command ends so if its collective is stuck or breaks off, most likely by another host's
+      # fault.
       own = code != WATCHDOG_EXIT
       return self._died(f"the training ended with {code}", counts=True, own=own)
     last = [self.me, *(self.others.last(number) for number in self.plan.members)]

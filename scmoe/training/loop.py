@@ -121,6 +121,7 @@ class Trainer:
       kept_programs(workdir / PROGRAMS),
     ):
       run = Run(self, workdir, accumulation, stop, watchdog)
+      together = True  # whether the other processes still run, as far as this one knows
       try:
         run.start()
         if run.step < train.steps and not run.interrupted() and not run.prepared:
@@ -136,9 +137,12 @@ class Trainer:
             run.sample()
         return run.finish()
       except jax.errors.JaxRuntimeError as error:
-        raise lost_peer(error) or error from None
+        if lost := lost_peer(error):
+          together = False
+          raise lost from None
+        raise
       finally:
-        run.close()
+        run.close(finish_saving=together)
 
   def check(self) -> int:
     """Checks that batches divide over mesh and processes; returns a step's number of microbatches.
@@ -341,11 +345,15 @@ class Run:
     self.journal.sum_up(self.step)
     return self.state.for_checkpoint()
 
-  def close(self) -> None:
+  def close(self, *, finish_saving: bool = True) -> None:
     """Ends trace and outputs, and waits for a checkpoint under way, however the run ends.
 
     A trace or a checkpoint that fails here gives a warning and no error: the run's own error, if
     there is one, matters more.
+
+    Args:
+      finish_saving: wait for the checkpoint. All processes of the run write it together, and would
+        wait for one that has ended.
     """
     self.watchdog.disarm()
     try:
@@ -353,6 +361,8 @@ class Run:
     except Exception as error:  # the profiler, or the disk on which it writes
       warn(f"no trace in {self.workdir / 'profile'}: {type(error).__name__}: {error}")
     self.journal.close()
+    if not finish_saving:
+      return
     try:
       self.checkpointer.close()
     except StorageError as error:

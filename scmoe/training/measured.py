@@ -65,9 +65,7 @@ class MeasuredState:
     not.
     """
     for _ in range(calls):
-      before = jax.device_put(np.full((), -1, np.int32), self.state.step.sharding)
-      state = dataclasses.replace(self.state, step=before)
-      self.state, *self.figures = step(state, self.batch)
+      self.state, *self.figures = step(before_training(self.state), self.batch)
 
   def wait(self) -> None:
     """Waits until the devices have finished the steps that were called."""
@@ -81,6 +79,12 @@ class MeasuredState:
     """
     arrays = self.figures[1] if self.figures else {}
     return float(np.max(jax.device_get(arrays["rounds"]))) if "rounds" in arrays else 1.0
+
+
+def before_training(state: TrainState) -> TrainState:
+  """The state at step -1: a step from there changes no parameter."""
+  step = jax.device_put(np.full((), -1, np.int32), state.step.sharding)
+  return dataclasses.replace(state, step=step)
 
 
 def spread(init: Init) -> Init:

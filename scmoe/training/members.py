@@ -50,8 +50,8 @@ class Member(NamedTuple):
     asks: REGROUP: it has asked its command to save and stop, because members wait to join. LEAVE:
       it was told to stop, and leaves the others. "": neither.
     code: exit code, once ENDED.
-    deaths: number of turns in a row in which its command died by itself, not by its watchdog,
-      without a checkpoint later than that of the death before.
+    deaths: number of turns in a row in which its command died by itself, not by its watchdog
+      or since another one had ended, without a checkpoint later than that of the death before.
     beat: counts the writes of the file.
   """
 

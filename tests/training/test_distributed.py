@@ -63,6 +63,8 @@ def test_errors_name_the_field(cfg, environment, message):
   ("processes", "said", "lost"),
   [
     (2, "UNKNOWN: Gloo all-reduce failed: Connection closed by peer", True),
+    (2, "INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited", True),
+    (2, "INTERNAL: NCCL operation ncclCommInitRank failed: Cuda failure 'out of memory'", False),
     (2, "INTERNAL: Mosaic failed", False),
     (1, "UNKNOWN: Gloo all-reduce failed: Connection closed by peer", False),
   ],

@@ -27,6 +27,15 @@ def warmup(n):
   return PEAK * (n + 1) / (WARMUP + 1)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("warmup_steps", [0, WARMUP])
+def test_before_the_first_step_nothing_is_learnt(schedule, warmup_steps):
+  cfg = OptimizerConfig(learning_rate=PEAK, warmup_steps=warmup_steps, schedule=schedule)
+  rate = make_schedule(cfg, STEPS)
+  assert float(rate(jnp.int32(-1))) == 0
+  assert float(rate(jnp.int32(0))) > 0
+
+
 def test_cosine():
   def expected(n):
     if n < WARMUP:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from scmoe.kernels.wide_sums import weighed
+
 MIXES = ("direct", "cg1", "cg2")
 
 
@@ -46,6 +48,6 @@ class Mix(nnx.Module):
       # For one token this is a product of two vectors. XLA's GPU compiler must turn such a product
       # into a sum, and decoding disables that pass. So it is written as a sum.
       score_BS1 = jnp.sum(x_BSD * weight[:, 0], axis=-1, keepdims=True)
-      return jax.nn.sigmoid(score_BS1).astype(shared_BSD.dtype) * shared_BSD + routed_BSD
-    share_BS2 = jax.nn.softmax(x_BSD @ weight).astype(shared_BSD.dtype)
-    return share_BS2[..., :1] * shared_BSD + share_BS2[..., 1:] * routed_BSD
+      return weighed(jax.nn.sigmoid(score_BS1), shared_BSD) + routed_BSD
+    share_BS2 = jax.nn.softmax(x_BSD @ weight)
+    return weighed(share_BS2[..., :1], shared_BSD) + weighed(share_BS2[..., 1:], routed_BSD)

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option, section
 from scmoe.kernels.grouped_matmul.activations import clamped
+from scmoe.kernels.wide_sums import plus_bias
 from scmoe.layers.divided_rows import attend
 from scmoe.layers.dot_product import cache_length
 from scmoe.layers.norm import rms_normalised
@@ -266,7 +267,7 @@ class Attention(nnx.Module):
   def _finished(self, y_BSHN: Array, bias: Any, norm: Any = None) -> Array:
     """One of the three products after its bias, norm and clipping, as far as it has them."""
     clip = self.config.clip_qkv
-    y_BSHN = y_BSHN if bias is None else y_BSHN + bias[...].astype(y_BSHN.dtype)
+    y_BSHN = plus_bias(y_BSHN, bias)
     y_BSHN = y_BSHN if norm is None else self._normalised(y_BSHN, norm[...])
     return clamped(y_BSHN, -clip, clip) if clip else y_BSHN
 
@@ -349,4 +350,4 @@ class Attention(nnx.Module):
   def over_devices(self, y_BSD: Array) -> Array:
     """The sum of the devices' outputs, each of some heads, plus the output's bias, if any."""
     y_BSD = total(y_BSD, ("tensor",), "tensor")
-    return y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(y_BSD.dtype)
+    return plus_bias(y_BSD, self.out_bias)

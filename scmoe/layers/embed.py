@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from scmoe.base.options import Options, option
+from scmoe.kernels.wide_sums import looked_up
 from scmoe.layers import partitioned
 from scmoe.layers.cross_entropy import (
   OVER,
@@ -24,33 +25,6 @@ from scmoe.layers.cross_entropy import (
 )
 from scmoe.parallel.collectives import gather_replicated, repeat, total
 from scmoe.parallel.mesh import axis_index, axis_size
-
-
-@jax.custom_vjp
-def looked_up(table_VD: Float[Array, "V D"], index: Int[Array, "*n"]) -> Float[Array, "*n D"]:
-  """Rows of a table: result [*n, D], in the table's type.
-
-  The gradients of the tokens that look up one row are added in float32, and their sum is rounded to
-  the table's type. In bfloat16 the sum of a frequent token would stop growing: adding 1 to 256
-  gives 256. It would also be slow: on a Hopper GPU each addition of a bfloat16 number is a loop
-  that repeats until no other thread has changed the number meanwhile, while one instruction adds
-  four float32 numbers.
-  """
-  return table_VD[index]
-
-
-def _looked_up_fwd(table_VD, index):
-  return table_VD[index], (index, jnp.zeros((0, len(table_VD)), table_VD.dtype))
-
-
-def _looked_up_bwd(kept, bar):
-  index, like = kept
-  wide = jnp.promote_types(like.dtype, jnp.float32)
-  zeros = jnp.zeros((like.shape[1], bar.shape[-1]), wide)
-  return zeros.at[index].add(bar.astype(wide)).astype(like.dtype), None
-
-
-looked_up.defvjp(_looked_up_fwd, _looked_up_bwd)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from scmoe.base.options import Options, option, section
+from scmoe.kernels.wide_sums import plus_bias
 from scmoe.layers.divided_rows import attend
 from scmoe.layers.dot_product import attend_stored
 from scmoe.layers.norm import Norm
@@ -192,7 +193,7 @@ class LatentAttention(nnx.Module):
       y_BSHV = by_group(over, cache.table, q_BSHN, positions_BS)
     y_BSD = jnp.einsum("bshv,hvd->bsd", y_BSHV, self.out[...].astype(dtype))
     y_BSD = total(y_BSD, ("tensor",), "tensor")
-    return (y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(dtype)), cache
+    return plus_bias(y_BSD, self.out_bias), cache
 
   def expanded(
     self,
@@ -258,8 +259,7 @@ class LatentAttention(nnx.Module):
 
 
 def _down(x_BSD: Array, weight: Any, bias: Any) -> Array:
-  y = x_BSD @ weight[...].astype(x_BSD.dtype)
-  return y if bias is None else y + bias[...].astype(x_BSD.dtype)
+  return plus_bias(x_BSD @ weight[...].astype(x_BSD.dtype), bias)
 
 
 def _scaled(x: Array, square: float) -> Array:

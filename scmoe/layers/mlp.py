@@ -29,6 +29,7 @@ from scmoe.kernels.grouped_matmul import (
 from scmoe.kernels.grouped_matmul.activations import Activation
 from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE
 from scmoe.kernels.one_row.without_gradient import without_gradient
+from scmoe.kernels.wide_sums import plus_bias
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import AXES, axis_size
 
@@ -124,7 +125,8 @@ class MLP(nnx.Module):
   def __call__(self, x_BSD: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     """The network's output for every token: [..., D] -> [..., D] in the type of x."""
     cast = lambda param: None if param is None else param[...].astype(x_BSD.dtype)
-    weights = tuple(map(cast, (self.up, self.gate, self.down, self.up_bias)))
+    up_bias_F = None if self.up_bias is None else self.up_bias[...]
+    weights = (cast(self.up), cast(self.gate), cast(self.down), up_bias_F)
     x_BSD = repeat(x_BSD, ("tensor",), "tensor")
     plain = functools.partial(_on_xla, activation=self.config.activation)
     if self._has_kernels(x_BSD):
@@ -134,8 +136,7 @@ class MLP(nnx.Module):
     else:
       y_BSD = plain(x_BSD, *weights)
     y_BSD = total(y_BSD, ("tensor",), "tensor")
-    bias_D = cast(self.down_bias)
-    return y_BSD if bias_D is None else y_BSD + bias_D
+    return plus_bias(y_BSD, self.down_bias)
 
   def _has_kernels(self, x_BSD: Array) -> bool:
     """Whether our kernels compute a forward pass without gradients.
@@ -160,13 +161,13 @@ class MLP(nnx.Module):
 
 
 def _on_xla(x_BSD, up_DF, gate_DF, down_FD, up_bias_F, *, activation: str) -> Array:
-  h_BSF = x_BSD @ up_DF if up_bias_F is None else x_BSD @ up_DF + up_bias_F
+  h_BSF = plus_bias(x_BSD @ up_DF, up_bias_F)
   return activate(activation, h_BSF, None if gate_DF is None else x_BSD @ gate_DF) @ down_FD
 
 
 def _on_kernels(x_BSD, up_DF, gate_DF, down_FD, up_bias_F, *, config: MLPConfig) -> Array:
   """The MLP as a single expert that all rows visit, by the experts' kernels."""
-  one = lambda w: None if w is None else w[None]
+  one = lambda w: None if w is None else w[None].astype(x_BSD.dtype)
   weights = FFNWeights(up_DF[None], down_FD[None], one(gate_DF), one(up_bias_F))
   rows = math.prod(x_BSD.shape[:-1])
   if rows == 1:

@@ -24,6 +24,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
+from scmoe.kernels.wide_sums import looked_up
 from scmoe.layers.attention import AttentionConfig
 from scmoe.layers.grid_attention import GridAttention
 
@@ -92,7 +93,8 @@ class WindowAttention(GridAttention):
   @property
   def bias_HQQ(self) -> Float[Array, "H Q Q"]:
     """The bias of each pair of places of a window, of this device's heads."""
-    return jnp.moveaxis(self.relative_bias[...][relative_places(self.window)], -1, 0)
+    places_QQ = jnp.asarray(relative_places(self.window))
+    return jnp.moveaxis(looked_up(self.relative_bias[...], places_QQ), -1, 0)
 
 
 def into_windows(x_BSHN: Array, side: int, window: int, shift: int) -> Array:

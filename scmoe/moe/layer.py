@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct, is_import_path
 from scmoe.base.options import check_array, check_callable, check_type, option, section
+from scmoe.kernels.wide_sums import weighed
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport, sends_ahead
 from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
 from scmoe.moe.gates import Gate, chosen_gate, make_gates
@@ -251,7 +252,7 @@ class MoE(nnx.Module):
     routing, k = self._routing(x_TD, x.shape, chosen, call)
     kept_TD = None
     if self.config.zero_experts:
-      kept_TD = routing.zero_weight_T[:, None].astype(x_TD.dtype) * x_TD
+      kept_TD = weighed(routing.zero_weight_T[:, None], x_TD)
     # Under tensor parallelism all devices of the tensor axis read the same tokens and the same
     # weights of choices. If `Experts.partial` names this axis, each of them computes a partial sum
     # of every result, and `repeat` adds up the devices' gradients of tokens and weights.

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from scmoe.kernels.wide_sums import plus_bias
 from scmoe.layers.group_norm import GroupNormGelu
 from scmoe.layers.norm import Norm
 from scmoe.models.vision.stages import StageConfig
@@ -35,7 +36,7 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[Any, 
 def linear(x: Array, weight: Any, bias: Any = None) -> Array:
   """The product x · weight in the dtype of x, plus the bias unless it is None."""
   y = x @ weight[...].astype(x.dtype)
-  return y if bias is None else y + bias[...].astype(x.dtype)
+  return plus_bias(y, bias)
 
 
 class Stem(nnx.Module):
@@ -69,8 +70,7 @@ class Stem(nnx.Module):
       x = convolution(x)
     x = x if len(self.convolutions) else patches(x, self.patch)
     x_BSD = linear(x.reshape(x.shape[0], -1, x.shape[-1]), self.weight, self.bias)
-    if self.positions is not None:
-      x_BSD += self.positions[...].astype(x_BSD.dtype)
+    x_BSD = plus_bias(x_BSD, self.positions)
     return x_BSD
 
 

@@ -1,0 +1,89 @@
+"""Operations with one operand for many rows, whose gradient is a sum that is added in float32.
+
+Where a model computes in bfloat16, the derivative that jax makes of such an operation adds bfloat16
+numbers. XLA's programs for GPUs then round each partial sum, and a sum of many equal numbers stops
+growing: 256 + 1 is 256. Here the sum is float32, and is rounded to the operand's own type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+
+@jax.custom_vjp
+def looked_up(table_VD: Float[Array, "V D"], index: Int[Array, "*n"]) -> Float[Array, "*n D"]:
+  """Rows of a table: result [*n, D], in the table's type.
+
+  The gradient of a row is the sum over all tokens that look it up. In bfloat16 that would also be
+  slow: on a Hopper GPU each addition of a bfloat16 number is a loop that repeats until no other
+  thread has changed the number meanwhile, while one instruction adds four float32 numbers.
+  """
+  return table_VD[index]
+
+
+def _looked_up_fwd(table_VD, index):
+  return table_VD[index], (index, jnp.zeros((0, len(table_VD)), table_VD.dtype))
+
+
+def _looked_up_bwd(kept, bar):
+  index, like = kept
+  wide = jnp.promote_types(like.dtype, jnp.float32)
+  zeros = jnp.zeros((like.shape[1], bar.shape[-1]), wide)
+  return zeros.at[index].add(bar.astype(wide)).astype(like.dtype), None
+
+
+looked_up.defvjp(_looked_up_fwd, _looked_up_bwd)
+
+
+def plus_bias(y: Float[Array, "*rows *shape"], bias: Any) -> Float[Array, "*rows *shape"]:
+  """y plus a bias that is rounded to y's type, in that type; y itself without a bias.
+
+  Args:
+    y: a product's rows.
+    bias: a parameter or an array [*shape]; None: there is none.
+  """
+  return y if bias is None else _plus(y, bias[...])
+
+
+@jax.custom_vjp
+def _plus(y: Array, bias: Array) -> Array:
+  return y + bias.astype(y.dtype)
+
+
+def _plus_fwd(y, bias):
+  return _plus(y, bias), jnp.zeros((*bias.shape, 0), bias.dtype)
+
+
+def _plus_bwd(like, bar):
+  rows = tuple(range(bar.ndim - like.ndim + 1))
+  wide = bar.astype(jnp.promote_types(bar.dtype, jnp.float32))
+  return bar, wide.sum(rows).astype(like.dtype)
+
+
+_plus.defvjp(_plus_fwd, _plus_bwd)
+
+
+@jax.custom_vjp
+def weighed(coefficient_BS1: Float[Array, "*B 1"], y_BSD: Float[Array, "*B D"]) -> Array:
+  """Each token's row times its coefficient, which is rounded to y's type: [..., D] in that type."""
+  return coefficient_BS1.astype(y_BSD.dtype) * y_BSD
+
+
+def _weighed_fwd(coefficient_BS1, y_BSD):
+  return weighed(coefficient_BS1, y_BSD), (coefficient_BS1, y_BSD)
+
+
+def _weighed_bwd(kept, bar_BSD):
+  coefficient_BS1, y_BSD = kept
+  wide = jnp.promote_types(y_BSD.dtype, jnp.float32)
+  coefficient_bar = (bar_BSD.astype(wide) * y_BSD.astype(wide)).sum(-1, keepdims=True)
+  y_bar = coefficient_BS1.astype(y_BSD.dtype) * bar_BSD
+  return coefficient_bar.astype(coefficient_BS1.dtype), y_bar
+
+
+weighed.defvjp(_weighed_fwd, _weighed_bwd)

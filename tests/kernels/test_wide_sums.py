@@ -1,0 +1,92 @@
+"""Gradients of tables, biases and coefficients: float32 sums whatever type a model computes in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scmoe.kernels.wide_sums import looked_up, plus_bias, weighed
+from scmoe.run import build
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.fields import with_field
+from scmoe.training.step import make_train_step
+
+
+def narrow_sums(jaxpr, found=None):
+  """The sums of bfloat16 numbers in a program, calls and loops looked into."""
+  found = [] if found is None else found
+  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    if eqn.primitive.name in ("reduce_sum", "scatter-add"):
+      narrow = str(eqn.outvars[0].aval.dtype) == "bfloat16"
+      found += [f"{eqn.primitive} {eqn.invars[0].aval} {eqn.source_info.name_stack}"] * narrow
+    for value in eqn.params.values():
+      for part in value if isinstance(value, (tuple, list)) else (value,):
+        if hasattr(getattr(part, "jaxpr", part), "eqns"):
+          narrow_sums(part, found)
+  return found
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_values_and_gradients_are_those_of_a_sum(shape, dtype):
+  rng = np.random.default_rng(0)
+  y = jnp.asarray(rng.normal(size=(7, 64, *shape)), dtype)
+  bias = jnp.asarray(rng.normal(size=shape), jnp.float32)
+  value, pull = jax.vjp(plus_bias, y, bias)
+  np.testing.assert_array_equal(value, y + bias.astype(dtype))
+  assert value.dtype == dtype
+  bar = jnp.asarray(rng.normal(size=y.shape), dtype)
+  y_bar, bias_bar = pull(bar)
+  np.testing.assert_array_equal(y_bar, bar)
+  assert bias_bar.dtype == jnp.float32
+  np.testing.assert_allclose(
+    bias_bar, np.asarray(bar, np.float64).sum((0, 1)), rtol=1e-5, atol=1e-5
+  )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_coefficient_s_gradient_is_the_sum_over_its_row(dtype):
+  rng = np.random.default_rng(0)
+  coefficient = jnp.asarray(rng.random((4, 6, 1)), jnp.float32)
+  y, bar = (jnp.asarray(rng.normal(size=(4, 6, 512)), dtype) for _ in range(2))
+  value, pull = jax.vjp(weighed, coefficient, y)
+  np.testing.assert_array_equal(value, coefficient.astype(dtype) * y)
+  got, y_bar = pull(bar)
+  want = (np.asarray(bar, np.float64) * np.asarray(y, np.float64)).sum(-1, keepdims=True)
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+  np.testing.assert_array_equal(y_bar, coefficient.astype(dtype) * bar)
+
+
+def test_without_a_bias_nothing_is_added():
+  y = jnp.ones((2, 3))
+  assert plus_bias(y, None) is y
+
+
+def test_a_frequent_token_s_gradient_keeps_growing():
+  """512 gradients of 1 for one row: a bfloat16 sum would stop at 256."""
+  table = jnp.zeros((4, 2), jnp.bfloat16)
+  index = jnp.ones((512,), jnp.int32)
+  bars = jax.grad(lambda x: looked_up(x, index).astype(jnp.float32).sum())(table)
+  np.testing.assert_array_equal(bars, [[0, 0], [512, 512], [0, 0], [0, 0]])
+
+
+STEPS = [
+  ("gpt2_moe_medium", {}),
+  ("gpt2_moe_medium", {"model.wiring": "dgmoe", "model.mix": "cg2"}),
+  ("quickstart", {"model.zero_experts": "2"}),
+  ("olmoe", {}),
+  ("cifar10_vit", {}),
+  ("cifar10_swin", {}),
+]
+
+
+@pytest.mark.parametrize(("config", "fields"), STEPS)
+def test_a_training_step_in_bfloat16_adds_up_nothing_in_it(config, fields):
+  """On a CPU XLA adds bfloat16 numbers in float32, so the program says more than its results."""
+  run = load_config(find_config(config), "smoke")
+  for field in ({"model.dtype": "bfloat16"} | fields).items():
+    run = with_field(run, *field)
+  built = build.build(run.resolve(num_devices=1, vocab_size=256), jax.devices()[:1])
+  state = built.abstract_state()
+  step = make_train_step(built.objective, built.optimizer, state)
+  assert not narrow_sums(step.trace(state, built.batch_shapes).jaxpr)

@@ -6,24 +6,17 @@ import numpy as np
 import pytest
 
 from scmoe.kernels.wide_sums import looked_up, plus_bias, weighed
+from scmoe.profiling.exchanges import collectives
 from scmoe.run import build
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.fields import with_field
 from scmoe.training.step import make_train_step
 
 
-def narrow_sums(jaxpr, found=None):
-  """The sums of bfloat16 numbers in a program, calls and loops looked into."""
-  found = [] if found is None else found
-  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    if eqn.primitive.name in ("reduce_sum", "scatter-add"):
-      narrow = str(eqn.outvars[0].aval.dtype) == "bfloat16"
-      found += [f"{eqn.primitive} {eqn.invars[0].aval} {eqn.source_info.name_stack}"] * narrow
-    for value in eqn.params.values():
-      for part in value if isinstance(value, (tuple, list)) else (value,):
-        if hasattr(getattr(part, "jaxpr", part), "eqns"):
-          narrow_sums(part, found)
-  return found
+def narrow_sums(jaxpr):
+  """The sums of bfloat16 numbers in a program."""
+  sums = [eqn for eqn, _ in collectives(jaxpr.jaxpr, ("reduce_sum", "scatter-add"))]
+  return [str(eqn) for eqn in sums if eqn.outvars[0].aval.dtype == jnp.bfloat16]
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3)])

@@ -70,8 +70,7 @@ class Stem(nnx.Module):
       x = convolution(x)
     x = x if len(self.convolutions) else patches(x, self.patch)
     x_BSD = linear(x.reshape(x.shape[0], -1, x.shape[-1]), self.weight, self.bias)
-    x_BSD = plus_bias(x_BSD, self.positions)
-    return x_BSD
+    return plus_bias(x_BSD, self.positions)
 
 
 class ConvolutionStep(NamedTuple):

@@ -10,7 +10,8 @@ All send packed rows, in XLA's order, unless words follow: fields of the configu
 `dispatch.transport=capacity` or `"overlap.schedule=mlp 0" overlap.order=barriers`. No schedule is
 searched for. `--arm "NAME: WORDS"` adds an arm of its own fields, e.g.
 `--arm "chunks: model.wiring=scmoe_pos2 dispatch.chunks=2"`. `--only` leaves arms out, and
-`--controls` names the arms that get the other two programs. `--kernels` then traces each arm that
+`--controls` names the arms that get the other two programs. No turn begins `--seconds` after the
+first one began. `--kernels` then traces each arm that
 has controls, and its step without exchanges, and says where the paid time is: in bare transfers, or
 in slower kernels (where.py). Writes FOLDER/NAME.json and FOLDER/NAME.txt (--out,
 runs/exchange_cost by default).
@@ -69,6 +70,7 @@ def main() -> None:
   parser.add_argument("--config", default="gpt2_moe_medium")
   parser.add_argument("--name", default="nvlink", help="of the results")
   parser.add_argument("--rounds", type=int, default=7)
+  parser.add_argument("--seconds", type=float, default=float("inf"), help="of turns, at most")
   parser.add_argument("--calls", type=int, default=2, help="steps that are timed together")
   parser.add_argument("--arm", action="append", default=[], help="NAME: FIELD=VALUE ...")
   parser.add_argument("--only", default="", help="names of arms, with commas")
@@ -107,7 +109,8 @@ def main() -> None:
     assert arm is not None, "two devices exchange rows"
     arm(2)
     timed[f"{name} alone"] = arm
-  timings = interleave(timed, rounds=args.rounds, calls=args.calls)
+  deadline = time.perf_counter() + args.seconds
+  timings = interleave(timed, rounds=args.rounds, calls=args.calls, deadline=deadline)
   rounds = {name: steps[name].rounds() for name in arms if name not in failed}
 
   paid = {

@@ -7,7 +7,8 @@ A trace of the step is laid beside a trace of the same step without exchanges. O
                       + time in which nothing runs
 
 and the first is split by kernel: kernels that other kernels' multiprocessors are taken from become
-slower, and the table names them.
+slower, and the table names them. Another table has the stages that send, as `scmoe.profile` prints
+them; the sums of gradients, which the step without exchanges has too, are among them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from shared_state import StepArm
 
-from scmoe.profiling.overlap import device_overlap
+from scmoe.profiling.overlap import StageTime, device_overlap, stage_table, stage_times
 from scmoe.profiling.program import traced
 from scmoe.profiling.trace import Event, by_device, shared, union
 
@@ -52,6 +53,7 @@ class Where:
     computation, bare, idle: of the step with exchanges.
     computation_without, bare_without, idle_without: of the step without them.
     kernels: by name, those whose times differ most first.
+    sending: the stages that send, of the step with exchanges; the longest first.
   """
 
   computation: float
@@ -61,6 +63,7 @@ class Where:
   bare_without: float
   idle_without: float
   kernels: dict[str, Kernel]
+  sending: list[StageTime]
 
   @classmethod
   def of(cls, step: StepArm, without: StepArm) -> Where:
@@ -70,7 +73,10 @@ class Where:
       devices = by_device(traced(lambda arm=arm: arm(STEPS)))
       both.append(next(iter(devices.values()), []))
     parts = [value for events in both for value in _parts(events)]
-    return cls(*parts, kernels=_kernels(*both))
+    assert step.step.program is not None, "it was called"
+    stages = stage_times(both[0], step.step.program.names, STEPS)
+    sending = [s for s in stages if s.communication]
+    return cls(*parts, kernels=_kernels(*both), sending=sending)
 
   def as_json(self) -> dict[str, Any]:
     """Milliseconds, for a results file."""
@@ -87,7 +93,7 @@ class Where:
       more = f"{k.ms - k.without:+.2f}"
       numbers = (f"{k.calls:.0f}", f"{k.ms:.2f}", f"{k.without:.2f}", more, f"{k.beside:.2f}")
       rows.append(line(name[:55], *numbers))
-    return "\n".join([head, *rows])
+    return "\n".join([head, stage_table(self.sending), *rows])
 
 
 def _parts(events: list[Event]) -> tuple[float, float, float]:

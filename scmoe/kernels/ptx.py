@@ -380,18 +380,14 @@ def ballot(to: str, condition: str) -> str:
   return f"vote.sync.ballot.b32 {to}, {condition}, -1;"
 
 
-# -- devices waiting for each other (fence, red, st, ld at system scope; trap) ---------------------
-
-
-def publish_to_devices() -> str:
-  """Makes the thread's writes visible to other devices that see a later signal of the block."""
-  return "fence.acq_rel.sys;"
+# -- devices waiting for each other (red, st, ld at system scope; trap) ---------------------
 
 
 def add_at_device(address: str, value: str, *, only_if: str = "") -> str:
   """Adds to a word of global memory, perhaps another device's, after the thread's own writes.
 
-  A device that reads the sum by `load_from_devices` sees these writes, too.
+  A device that reads the sum by `load_from_devices` sees these writes, too, and those of the
+  block's other threads before a `wait_for_block`.
   """
   return _step(f"red.release.sys.global.add.u32 [{address}], {value}", only_if)
 

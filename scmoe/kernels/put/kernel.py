@@ -179,9 +179,10 @@ class _Program(RowCopier):
 
   Warp w, counted over all blocks, takes rows w, w + warps, w + 2 · warps and so on. With 8 stages,
   of which copies still read 4, a warp fetches the row that is 4 of its own rows after the one that
-  it sends. Shared memory holds each warp's stages, a row of zeros, a barrier for each stage, and
-  two addresses for each rank: of the rank's result, and of the part of its mailbox for blocks of
-  the same number.
+  it sends. Its first 4 rows, and the place of the first, are fetched before the devices meet, which
+  takes some microseconds. Shared memory holds each warp's stages, a row of zeros, a barrier for
+  each stage, and two addresses for each rank: of the rank's result, and of the part of its mailbox
+  for blocks of the same number.
 
   Attributes:
     tagged: whether a tag arrives beside each row.
@@ -232,18 +233,20 @@ class _Program(RowCopier):
       ptx.registers(
         "b32", "thread, lane, warp, block, shared, mine, barriers, zeros, buffer, barrier"
       ),
-      ptx.registers("b32", "row, ahead, rows, stage, next, phase, i, t, to, tag, rank, size, end"),
+      ptx.registers("b32", "row, ahead, coming, rows, stage, next, phase, i, t, rank, size, end"),
+      ptx.registers("b32", "to, tag, next_to, next_tag"),
       ptx.registers("b32", "nothing, nobody, one, addresses, me, call"),
       ptx.registers("b64", "wide, place, far, own"),
       self.find_shared_memory(),
       self.init_barriers(),
+      ptx.publish_barriers(),
+      self.first_row(),
+      *(self.fetch_row(stage) for stage in range(self.stages - self.sending)),
+      self.load_place("row"),
       self.meet(),
       self.write_zeros(),
       ptx.publish_to_copies(own_block_only=True),
-      ptx.publish_barriers(),
       ptx.wait_for_block(),
-      self.first_row(),
-      *(self.fetch_row(stage) for stage in range(self.stages - self.sending)),
       self.send_zeros() if self.groups else "",
       ptx.let("stage", 0),
       ptx.let("next", self.stages - self.sending),
@@ -252,7 +255,7 @@ class _Program(RowCopier):
         "ROWS",
         "row",
         "rows",
-        self.load_place(),
+        self.next_place(),
         self.find_stage("stage"),
         ptx.wait_for_barrier("barrier", "phase", "more"),
         self.send_row(),
@@ -299,16 +302,12 @@ class _Program(RowCopier):
   def meet(self) -> str:
     """Posts this device's addresses to every rank, and keeps those that all ranks have posted.
 
-    Thread r deals with rank r. Of its registers, `own` (the block's part of this device's mailbox)
-    and `call` (the number of this call) are still needed at the end, by thread 0.
+    Thread r deals with rank r. The thread of the device's own rank stops the kernel if the mailbox
+    at hand is not the one whose address all ranks know. Of a thread's registers, `own` (the block's
+    part of this device's mailbox) and `call` (the number of this call) are still needed at the end,
+    by thread 0.
     """
-    mailbox_of = lambda to, rank: ptx.lines(
-      [
-        ptx.element_address("wide", _MAILBOXES, rank, ADDRESS),
-        ptx.load_global_wide(to, "wide"),
-      ]
-    )
-    part_of = lambda mailbox: ptx.element_address(mailbox, mailbox, "block", BYTES, distance="wide")
+    part_of = lambda to, box: ptx.element_address(to, box, "block", BYTES, distance="wide")
     post_of = lambda mailbox, rank: ptx.lines(
       [
         ptx.element_address("place", mailbox, rank, POST, distance="wide"),
@@ -321,13 +320,14 @@ class _Program(RowCopier):
         ptx.compare("yes", "thread", ">=", self.ranks, unsigned=True),
         ptx.jump("MET", only_if="yes"),
         ptx.load_read_only("me", _RANK),
-        mailbox_of("own", "me"),
-        ptx.compare_wide("yes", "own", "!=", _MAILBOX),
-        ptx.stop(only_if="yes"),
-        mailbox_of("far", "thread"),
-        part_of("own"),
-        part_of("far"),
+        ptx.element_address("wide", _MAILBOXES, "thread", ADDRESS),
+        ptx.load_global_wide("far", "wide"),
+        part_of("own", _MAILBOX),
         ptx.load_global("call", "own"),
+        ptx.compare_wide("more", "far", "!=", _MAILBOX),
+        ptx.compare("yes", "thread", "==", "me", and_="more", unsigned=True),
+        ptx.stop(only_if="yes"),
+        part_of("far", "far"),
         ptx.add("call", "call", 1),
         post_of("far", "me"),
         ptx.store_global_wide("place", _OUT, 0),
@@ -366,21 +366,37 @@ class _Program(RowCopier):
       ]
     )
 
-  def load_place(self) -> str:
-    """rank, to = the lane's place for row `row`: rank and row there; yes = there is one.
+  def load_place(self, row: str) -> str:
+    """Starts to read the lane's place for a row: next_to; -1 if the row or the lane has none.
 
-    Where tags go with the rows, also tag = the tag of this copy.
+    Where tags go with the rows, also next_tag = the tag of this copy.
     """
     return ptx.lines(
       [
-        ptx.multiply_add("i", "row", self.copies, "lane"),
+        ptx.multiply_add("i", row, self.copies, "lane"),
         ptx.byte_distance("wide", "i", WORD),
-        ptx.compare("yes", "lane", "<", self.copies, unsigned=True),
-        ptx.let("to", -1),
+        ptx.compare("yes", row, "<", "rows"),
+        ptx.compare("yes", "lane", "<", self.copies, and_="yes", unsigned=True),
+        ptx.let("next_to", -1),
         ptx.advance("place", PLACES, "wide"),
-        ptx.load_read_only("to", "place", only_if="yes"),
+        ptx.load_read_only("next_to", "place", only_if="yes"),
         self.with_tags(ptx.advance("place", _TAGS, "wide")),
-        self.with_tags(ptx.load_read_only("tag", "place", only_if="yes")),
+        self.with_tags(ptx.load_read_only("next_tag", "place", only_if="yes")),
+      ]
+    )
+
+  def next_place(self) -> str:
+    """rank, to = the lane's place for row `row`: rank and row there; yes = there is one.
+
+    Where tags go with the rows, also tag = the tag of this copy. The place and the tag were read
+    before; those of the warp's next row are read meanwhile.
+    """
+    return ptx.lines(
+      [
+        ptx.let("to", "next_to"),
+        self.with_tags(ptx.let("tag", "next_tag")),
+        ptx.add("coming", "row", self.warps),
+        self.load_place("coming"),
         ptx.compare("yes", "to", "<", self.ranks * self.num_rows, unsigned=True),
         ptx.divide("rank", "to", self.num_rows),
         ptx.multiply("t", "rank", self.num_rows),
@@ -438,13 +454,12 @@ class _Program(RowCopier):
   def signal_and_wait(self) -> str:
     """Signals to every rank that this block's rows are there; waits for a signal from every rank.
 
-    A signal goes to the block of the same number. Every thread publishes its own writes; after all
-    threads of the block have, thread w signals to rank w. Last, thread 0 counts the call.
+    A signal goes to the block of the same number. After all threads of the block are here, thread w
+    signals to rank w. Last, thread 0 counts the call.
     """
     return ptx.lines(
       [
         ptx.publish_to_copies(),
-        ptx.publish_to_devices(),
         ptx.wait_for_block(),
         ptx.compare("yes", "thread", "<", self.ranks, unsigned=True),
         ptx.at_most("rank", "thread", self.ranks - 1, unsigned=True),

@@ -19,7 +19,7 @@ import dataclasses
 import statistics
 from typing import Any
 
-from scmoe.profiling.timer import Timing, half_range
+from scmoe.profiling.timer import Timing, around_median, half_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,11 @@ class Paid:
     return half_range(self.shares)
 
   @property
+  def interval(self) -> tuple[float, float]:
+    """Two of `shares` between which their median lies; see `around_median`."""
+    return around_median(self.shares)
+
+  @property
   def shares(self) -> list[float]:
     """The paid part of each round's exchanges alone, as a share."""
     rounds = zip(self.program.seconds, self.without.seconds, self.alone.seconds)
@@ -71,6 +76,7 @@ class Paid:
       "paid_ms": round(1e3 * self.seconds, 4),
       "share_paid": round(self.share, 4),
       "spread": round(self.spread, 4),
+      "interval": [round(share, 4) for share in self.interval],
       "without": self.without.as_json(),
       "alone": self.alone.as_json(),
     }
@@ -79,6 +85,6 @@ class Paid:
     ms = lambda seconds: f"{1e3 * seconds:.3f} ms"
     return (
       f"exchanges, by the clock: {ms(self.seconds)} of {ms(self.alone.median)} are paid, "
-      f"{100 * self.share:.0f} % (± {100 * self.spread:.0f}); without exchanges "
-      f"{ms(self.without.median)}"
+      f"{100 * self.share:.0f} % ({' to '.join(f'{100 * end:.0f}' for end in self.interval)}); "
+      f"without exchanges {ms(self.without.median)}"
     )

@@ -33,7 +33,7 @@ def test_six_pairs_pay_72_percent():
   assert paid.seconds == pytest.approx(2.1)
   assert paid.share == pytest.approx(0.724, abs=1e-3)
   assert paid.spread == 0
-  assert "2100.000 ms of 2900.000 ms are paid, 72 % (± 0)" in str(paid)
+  assert "2100.000 ms of 2900.000 ms are paid, 72 % (72 to 72)" in str(paid)
 
 
 class Machine:

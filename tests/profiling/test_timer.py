@@ -2,8 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from scmoe.profiling.timer import Timing, alone, calls_in, interleave, repeated, speed_up
+from scmoe.profiling.timer import (
+  Timing,
+  alone,
+  around_median,
+  calls_in,
+  interleave,
+  repeated,
+  speed_up,
+)
 
 
 class Clock:
@@ -59,3 +68,15 @@ def test_median_and_spread():
 def test_a_ratio_is_taken_within_a_round():
   # The machine slowed down by half in round 2: the ratio does not see it.
   assert speed_up(Timing((2.0, 4.0, 2.0), 1), Timing((1.0, 2.0, 1.0), 1)) == 2
+
+
+def test_the_median_of_a_distribution_lies_around_that_of_its_sample():
+  """The places are those of the tables of order statistics; skewed times are covered, too."""
+  places = {n: around_median(range(1, n + 1)) for n in (1, 3, 5, 6, 9, 20, 60)}
+  assert places == {
+    1: (1, 1), 3: (1, 3), 5: (1, 5), 6: (1, 6), 9: (2, 8), 20: (6, 15), 60: (22, 39),
+  }  # fmt: skip
+  rng = np.random.default_rng(0)
+  ends = np.array([around_median(rng.exponential(size=9)) for _ in range(4000)])
+  covered = ((ends[:, 0] <= np.log(2)) & (np.log(2) <= ends[:, 1])).mean()
+  assert 0.95 <= covered <= 0.97  # 1 - 2 * 10 / 512 = 0.961

@@ -116,6 +116,10 @@ class Journal:
     self._bar.advance()
     self._vitals.beat(step, self._meter.percentiles)
 
+  def saving(self) -> None:
+    """Notes that a checkpoint begins (`Vitals.saving`)."""
+    self._vitals.saving()
+
   def pause(self) -> None:
     """Leaves out of the times of steps the time from the last results read to the next ones."""
     self._meter.pause()

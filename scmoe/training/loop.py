@@ -549,6 +549,7 @@ class Run:
     """
     # The step's line, if one is due, must be in metrics.jsonl before the step's checkpoint exists.
     self.flush()
+    self.journal.saving()
     self.arm("save", allowance=True)
     arguments = lambda: (self.step, self.state.for_checkpoint(), self.batches.state(), self._meta())
     if final:

@@ -23,8 +23,8 @@ BEAT_SECONDS = 5.0
 # difference is more than SHARE of the step.
 LAG, SHARE = 1.5, 0.05
 # Memory has grown if it is at least GROWTH times the peak that it had when SETTLED lines had been
-# logged, and at least MARGIN bytes above it. After a warning, the size at that warning stands in
-# the place of this peak.
+# logged, since the start and since the first checkpoint, and at least MARGIN bytes above it. After
+# a warning, the size at that warning stands in the place of this peak.
 GROWTH, MARGIN = 1.5, 2**30
 SETTLED = 20
 
@@ -48,6 +48,7 @@ class Vitals:
     self._own: deque[float] = deque(maxlen=1024)
     self._lines = 0
     self._settled = 0
+    self._saved = False
 
   def worked(self, seconds: float) -> None:
     """Records the seconds that this host took to read a step's batch and place it on its devices.
@@ -87,10 +88,20 @@ class Vitals:
       times = self.times(percentiles())
       write_json(self.file, values | {k: v for k, v in times.items() if np.isfinite(v)})
 
+  def saving(self) -> None:
+    """Notes that a checkpoint begins; the run settles again after the first one.
+
+    A checkpoint is written from a copy of the state in the host's memory, whose pages the driver of
+    the GPUs keeps for the next one.
+    """
+    if not self._saved:
+      self._saved, self._lines = True, 0
+
   def growth(self, size: int) -> str:
     """A warning if memory has grown since the run settled, by half and by 1 GiB at least; else "".
 
-    A run has settled after its first 20 logged lines; a warning counts as settling again.
+    A run has settled after its first 20 logged lines, and again after the 20 behind its first
+    checkpoint; a warning counts as settling again.
 
     Args:
       size: most bytes of the host's memory that this process has held so far. The method is called

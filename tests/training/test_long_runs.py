@@ -1,5 +1,6 @@
 """A run that nobody watches: restarts, heartbeat, slow hosts, spikes, and a step repeated."""
 
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from training_fakes import Iterator, Objective, Poisoned, Source, bits, trainer
 
 from scmoe import replay as module
 from scmoe.base.errors import CheckpointError, NonFiniteError, Preempted
+from scmoe.training import journal
 from scmoe.training.metrics import read_metrics
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.restarts import supervise
@@ -124,6 +126,17 @@ def test_memory_that_grows_is_said(tmp_path):
   assert vitals.growth(int(3.5 * gib)) == ""
   assert "holds 4.6 GiB of memory" in vitals.growth(int(4.6 * gib))
   assert vitals.growth(int(4.7 * gib)) == "", "once"
+
+
+def test_what_the_first_checkpoint_takes_is_no_growth(tmp_path, mesh8, monkeypatch, capsys):
+  """11.4 GiB before it and 19.9 from then on, as 2,000 steps on two GPUs had; then 20 GiB more."""
+  sizes = itertools.chain([11.4] * 30, [19.9] * 30, itertools.repeat(40.0))
+  reads = lambda: {"host_memory_bytes": int(next(sizes) * 2**30)}
+  monkeypatch.setattr(journal, "memory_in_use", reads)
+  trainer(mesh8, tmp_path, steps=80, checkpoint=CheckpointConfig(every=30)).run()
+  said = [line for line in capsys.readouterr().err.splitlines() if "GiB of memory" in line]
+  assert len(said) == 1
+  assert "holds 40.0 GiB of memory, 19.9 GiB when it had settled" in said[0]
 
 
 def test_spikes_on_paper():

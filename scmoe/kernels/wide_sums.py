@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 
@@ -61,8 +61,20 @@ def _plus_fwd(y, bias):
 
 def _plus_bwd(like, bar):
   rows = tuple(range(bar.ndim - like.ndim + 1))
-  wide = bar.astype(jnp.promote_types(bar.dtype, jnp.float32))
-  return bar, wide.sum(rows).astype(like.dtype)
+  return bar, _wide(bar).sum(rows).astype(like.dtype)
+
+
+def _wide(x: Array) -> Array:
+  """x in float32, made of the bits of bfloat16 numbers; float64 stays as it is.
+
+  By a cast, XLA would leave out the rounding to bfloat16 before it. Where an activation made x, its
+  kernel then writes float32 numbers for sum and product, of twice the bytes, and a second kernel
+  rounds and adds them; now one kernel makes both.
+  """
+  if x.dtype != jnp.bfloat16:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+  return lax.bitcast_convert_type(bits << 16, jnp.float32)
 
 
 _plus.defvjp(_plus_fwd, _plus_bwd)

@@ -37,6 +37,28 @@ def test_values_and_gradients_are_those_of_a_sum(shape, dtype):
   )
 
 
+def test_every_bfloat16_number_is_widened_as_by_a_cast():
+  """Infinities, subnormals and both zeros too; the signs of NaNs are not compared."""
+  bar = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16)
+  (_, got) = jax.vjp(plus_bias, bar[None], jnp.zeros(2**16))[1](bar[None])
+  want = np.asarray(bar).astype(np.float32)
+  np.testing.assert_array_equal(got, want)
+  finite = np.isfinite(want) & (want != 0)
+  np.testing.assert_array_equal(np.signbit(got)[finite], np.signbit(want)[finite])
+
+
+def test_xla_cannot_leave_out_the_rounding_before_a_bias_s_sum():
+  """A cast to float32 of a number just rounded would be dropped, and two kernels be needed."""
+  y, bias = jnp.zeros((4, 8), jnp.bfloat16), jnp.zeros(8)
+  pull = jax.vjp(plus_bias, y, bias)[1]
+  names = [str(eqn.primitive) for eqn in jax.make_jaxpr(pull)(y).eqns]
+  assert "bitcast_convert_type" in names
+  casts = [
+    eqn for eqn in jax.make_jaxpr(pull)(y).eqns if str(eqn.primitive) == "convert_element_type"
+  ]
+  assert not [eqn for eqn in casts if eqn.invars[0].aval.dtype == jnp.bfloat16]
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_coefficient_s_gradient_is_the_sum_over_its_row(dtype):
   rng = np.random.default_rng(0)

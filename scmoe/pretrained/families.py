@@ -308,7 +308,7 @@ def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> 
 # Options that a config.json need not express: they change how the model is computed or trained,
 # not the function that it computes.
 _FREE = (
-  "model.dtype", "model.ffn.impl", "model.ffn.backend", "model.ffn.fp8",
+  "model.dtype", "model.ffn.impl", "model.ffn.backend", "model.ffn.fp8", "model.ffn.num_sms",
   "model.document_mask",
   "model.ablation.mix_input", "model.shortcut_norm", "model.num_kv_heads", "model.head_dim",
   "model.init_std", "model.context",

@@ -198,8 +198,15 @@ RULES = (
     "set mesh.moments_update=device",
   ),
   _Rule(
+    ("model.ffn.num_sms",),
+    lambda run: run.model.ffn.backend == "xla",
+    "with model.ffn.backend='xla' no kernel computes the experts",
+    "set model.ffn.backend=auto",
+  ),
+  _Rule(
     ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.expert_bias",
-     "model.ffn.impl", "model.ffn.backend", "model.ffn.fp8", "model.top_k", "router.",
+     "model.ffn.impl", "model.ffn.backend", "model.ffn.fp8", "model.ffn.num_sms", "model.top_k",
+     "router.",
      "dispatch.", "mesh.expert", "mesh.experts_in"),
     _DENSE,
     "model.wiring='dense' has no routed experts",

@@ -18,6 +18,7 @@ SAFE = (
   "name",
   "model.ffn.impl",
   "model.ffn.backend",
+  "model.ffn.num_sms",
   "optimizer.ablation.masters",
   "dispatch.nodes",
   "dispatch.overflow",

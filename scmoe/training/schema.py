@@ -51,6 +51,7 @@ _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 _SINCE = {
   "model": {
     "ablation": {"norm_after": False},
+    "ffn": {"num_sms": 0},
     "expert_impl": "auto",
     "expert_fp8": False,
     "experts": "ffn",

@@ -63,7 +63,8 @@ def test_names_shapes_and_configuration(name):
 
 # Options that no reader of the folder needs, since they change how a model is computed or trained.
 NO_PART = {
-  "model.ffn.fp8", "model.ffn.impl", "model.ffn.backend", "model.dtype", "model.document_mask",
+  "model.ffn.fp8", "model.ffn.impl", "model.ffn.backend", "model.ffn.num_sms", "model.dtype",
+  "model.document_mask",
   "router.noise", "router.balance", "router.balance_loss", "router.balance_over", "router.z_loss",
   "router.bias_rate", "router.bias_proportional", "router.bias_derivative", "router.real_experts",
   "router.compat.order", "router.compat.jitter", "router.compat.round_to",

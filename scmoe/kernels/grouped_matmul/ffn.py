@@ -41,16 +41,14 @@ class FFNConfig(FFNOptions, path="FFNConfig"):
   Attributes:
     activation: as in `FFNOptions`, but never empty, and may be given by position.
     precision: of float32 operands, as in `jax.lax.dot_general`.
-    num_sms: multiprocessors that the products' kernels use, at least two where CTAs work in pairs;
-      None: all, but see `shared_sms`.
     shared_sms: whether a collective may hold multiprocessors while padded experts run. If so, and
       if `impl` and `backend` are auto, padded experts take batched products. If they take kernels
-      all the same, these launch 8 CTAs per multiprocessor, unless `num_sms` is given.
+      all the same, these launch 8 CTAs per multiprocessor, unless `num_sms` is given. Where CTAs
+      work in pairs, `num_sms` of 1 counts as 2.
   """
 
   activation: str = option("swiglu", choices=activation_names())
   precision: str | None = "highest"
-  num_sms: int | None = option(None, minimum=1)
   shared_sms: bool = option(False)
 
 
@@ -143,7 +141,7 @@ def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeigh
     whole = tile is not None and padded[2] > 0 and padded[2] % tile == 0
     taken = config.shared_sms and config.backend == "auto"
     batched = not whole or taken
-  num_sms = config.num_sms
+  num_sms = config.num_sms or None
   if products == "mosaic_gpu" and padded is not None and config.shared_sms and num_sms is None:
     num_sms = WAVES * launch.resolve_num_sms(None)
   simulation = launch.interpretation() if products == "mosaic_gpu" else None

@@ -16,7 +16,8 @@ IMPLEMENTATIONS = ("auto", "grouped", "batched", "block_sparse")
 class FFNOptions(Options, path="model.ffn"):
   """Options of feed-forward networks: dense MLP, shared expert and routed experts.
 
-  `fp8` and `impl` are for routed experts; the dense MLP and the shared expert ignore them.
+  `fp8`, `impl` and `num_sms` are for routed experts; the dense MLP and the shared expert ignore
+  them.
 
   The configurations of the layers and of the kernels inherit these fields, and a model holds them
   as its section `model.ffn`. So a new option of this kind is declared in this class alone.
@@ -42,6 +43,13 @@ class FFNOptions(Options, path="model.ffn"):
     "auto",
     "whose products: mosaic_gpu (kernels for Hopper), xla, auto (kernels where they run)",
     choices=EXPERT_BACKENDS,
+  )
+  num_sms: int = option(
+    0,
+    "experts: thread blocks of the kernels (mosaic_gpu); each multiprocessor runs one at a time, "
+    "so with fewer than it has the GPU keeps some free for the exchanges beside them; 0: one for "
+    "each multiprocessor",
+    minimum=0,
   )
 
   def filled(self, *, gated: bool = False) -> Self:

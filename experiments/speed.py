@@ -48,7 +48,7 @@ from scmoe.models.config import ModelConfig
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, batch_sharding, manual
-from scmoe.profiling.clock import Paid
+from scmoe.profiling.clock import Paid, percent
 from scmoe.profiling.overlap import measure_overlap
 from scmoe.profiling.program import Program, profiled, traced
 from scmoe.profiling.timer import Timing, interleave
@@ -345,7 +345,7 @@ def table(result: dict) -> str:
   arms = result["arms"]
   base = next(iter(arms.values()))
   width = max(24, *map(len, arms))
-  line = f"{{:{width}s}}{{:>10s}}{{:>8s}}{{:>7s}}{{:>9s}}{{:>9s}}{{:>8s}}{{:>9s}}{{:>12s}}".format
+  line = f"{{:{width}s}}{{:>10s}}{{:>8s}}{{:>7s}}{{:>9s}}{{:>9s}}{{:>8s}}{{:>9s}}{{:>18s}}".format
   lines = [line("arm", "ms", "spread", "x", "comm", "compute", "hidden", "exposed", "paid")]
   for name, r in arms.items():
     trace = ("", "", "", "")
@@ -354,7 +354,7 @@ def table(result: dict) -> str:
       trace = (f"{t['communication']:.2f}", f"{t['computation']:.2f}", share, f"{exposed(r):.2f}")
     ratio = "" if has_word(name, "comm") else f"{base['ms'] / r['ms']:.2f}"
     cost = paid(result, name)
-    told = f"{100 * cost.share:.0f} ± {100 * cost.spread:.0f} %" if cost else ""
+    told = percent(cost.share, cost.interval) if cost else ""
     lines.append(line(name, f"{r['ms']:.3f}", f"{100 * r['spread']:.1f} %", ratio, *trace, told))
   return "\n".join(lines)
 

@@ -33,7 +33,7 @@ from scmoe.blocks.schedule import make_schedule
 from scmoe.blocks.timeline import COMPUTE, LINK, Span, Times, best_chunks, describe
 from scmoe.profiling import timer
 from scmoe.profiling.advice import advice
-from scmoe.profiling.clock import Paid
+from scmoe.profiling.clock import Paid, percent
 from scmoe.profiling.overlap import (
   StageTime,
   measure_overlap,
@@ -232,7 +232,7 @@ def _page(
     wall = (f"{arm['wall']['ms']:.3f}", _spread(timings[name]), f"{arm['speed_up']:.2f}×")
     cost = arm.get("exchanges")
     alone = f"{cost['alone']['ms']:.3f}" if cost else "–"
-    paid = f"{100 * cost['share_paid']:.0f} ± {100 * cost['spread']:.0f} %" if cost else "–"
+    paid = percent(cost["share_paid"], cost["interval"]) if cost else "–"
     rows.append((name, *wall, *busy, hidden, alone, paid))
     file = Path(arm["perfetto"])
     links.append(f"<li><a href='{file.name}' download>{file.name}</a></li>")

@@ -420,8 +420,10 @@ def test_a_smoke_run_keeps_the_layers_that_it_has():
    {"model__wiring": "dense"}),
   ("model.attention_temperature_floor", "64", "model.attention_temperature=0 multiplies no queries",
    {"model__nope_layers": "1"}),
-  ("model.ffn.num_sms", "124", "with model.ffn.backend='xla' no kernel computes the experts",
+  ("model.ffn.num_sms", "124", "XLA's or MegaBlocks' products compute the experts",
    {"model__ffn__backend": "xla"}),
+  ("model.ffn.num_sms", "124", "XLA's or MegaBlocks' products compute the experts",
+   {"model__ffn__impl": "block_sparse"}),
 ])  # fmt: skip
 def test_an_option_of_a_part_that_is_not_there_is_refused(name, value, why, others):
   run = with_field(changed(model__style="llama", **others), name, value)

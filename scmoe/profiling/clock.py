@@ -17,9 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from scmoe.profiling.timer import Timing, around_median, half_range
+
+
+def percent(share: float, interval: Sequence[float]) -> str:
+  """A share with the interval of its median (`around_median`), for example "72 % (69 to 75)"."""
+  low, high = interval
+  return f"{100 * share:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +92,5 @@ class Paid:
     ms = lambda seconds: f"{1e3 * seconds:.3f} ms"
     return (
       f"exchanges, by the clock: {ms(self.seconds)} of {ms(self.alone.median)} are paid, "
-      f"{100 * self.share:.0f} % ({' to '.join(f'{100 * end:.0f}' for end in self.interval)}); "
-      f"without exchanges {ms(self.without.median)}"
+      f"{percent(self.share, self.interval)}; without exchanges {ms(self.without.median)}"
     )

@@ -41,7 +41,7 @@ def around_median(values: Sequence[float]) -> tuple[float, float]:
   """
   ordered, heads, tosses = sorted(values), 0, 2 ** len(values)
   least, chance = 0, 1
-  while 2 * (heads + chance) <= 0.05 * tosses:
+  while 40 * (heads + chance) <= tosses:
     heads, least = heads + chance, least + 1
     chance = math.comb(len(values), least)
   place = max(least - 1, 0)

@@ -199,9 +199,9 @@ RULES = (
   ),
   _Rule(
     ("model.ffn.num_sms",),
-    lambda run: run.model.ffn.backend == "xla",
-    "with model.ffn.backend='xla' no kernel computes the experts",
-    "set model.ffn.backend=auto",
+    lambda run: run.model.ffn.backend == "xla" or run.model.ffn.impl in ("batched", "block_sparse"),
+    "XLA's or MegaBlocks' products compute the experts",
+    "set model.ffn.backend=auto and model.ffn.impl=auto",
   ),
   _Rule(
     ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.expert_bias",

@@ -76,6 +76,8 @@ def test_the_median_of_a_distribution_lies_around_that_of_its_sample():
   assert places == {
     1: (1, 1), 3: (1, 3), 5: (1, 5), 6: (1, 6), 9: (2, 8), 20: (6, 15), 60: (22, 39),
   }  # fmt: skip
+  low, high = around_median(range(1, 2001))
+  assert (low, high) == (956, 1045), "more tosses than a float can count"
   rng = np.random.default_rng(0)
   ends = np.array([around_median(rng.exponential(size=9)) for _ in range(4000)])
   covered = ((ends[:, 0] <= np.log(2)) & (np.log(2) <= ends[:, 1])).mean()

@@ -155,7 +155,7 @@ def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeigh
     ranks=padded[0] if batched and padded is not None else 1,
     padded=padded if batched else None,
     weighted=layout.weight_MK is not None,
-    one_row=one and one_row.splits(weights.widths, layout.num_copies, num_sms) is not None,
+    one_row=one and one_row.splits(weights.widths, layout.num_copies) is not None,
   )
 
 

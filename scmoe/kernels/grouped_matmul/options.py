@@ -46,9 +46,9 @@ class FFNOptions(Options, path="model.ffn"):
   )
   num_sms: int = option(
     0,
-    "experts: thread blocks of the kernels (mosaic_gpu); each multiprocessor runs one at a time, "
-    "so with fewer than it has the GPU keeps some free for the exchanges beside them; 0: one for "
-    "each multiprocessor",
+    "experts: thread blocks of the kernels of their products (mosaic_gpu); a multiprocessor runs "
+    "one at a time, so fewer blocks than multiprocessors leave some to the exchanges beside them; "
+    "0: one for each, for padded experts of several devices eight",
     minimum=0,
   )
 

@@ -73,10 +73,10 @@ def forward(
       `splits`.
     expert_C: int32, the expert of each choice; an id outside [0, G) adds nothing.
     weight_C: float32, factor of each choice's result; None: all are 1.
-    how: see `Execution`; only `activation` and `num_sms` are read.
+    how: see `Execution`; only `activation` is read.
   """
   groups, choices = weights.up_GDF.shape[0], expert_C.shape[0]
-  divided = splits(weights.widths, choices, how.num_sms)
+  divided = splits(weights.widths, choices)
   assert divided is not None
   made_C = (expert_C >= 0) & (expert_C < groups)
   scale_C = jnp.ones((choices,), jnp.float32) if weight_C is None else weight_C.astype(jnp.float32)

@@ -7,6 +7,7 @@ growing: 256 + 1 is 256. Here the sum is float32, and is rounded to the operand'
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -78,6 +79,27 @@ def _wide(x: Array) -> Array:
 
 
 _plus.defvjp(_plus_fwd, _plus_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def for_heads(x: Float[Array, "*n D"], heads: int) -> Float[Array, "*n H D"]:
+  """A row that all heads of an attention share, once for each: [..., H, D] in its own type.
+
+  The row's gradient is the sum over the heads.
+  """
+  return jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], heads, x.shape[-1]))
+
+
+def _for_heads_fwd(x, heads):
+  return for_heads(x, heads), None
+
+
+def _for_heads_bwd(heads, kept, bar):
+  del heads, kept
+  return (_wide(bar).sum(-2).astype(bar.dtype),)
+
+
+for_heads.defvjp(_for_heads_fwd, _for_heads_bwd)
 
 
 @jax.custom_vjp

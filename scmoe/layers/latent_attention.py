@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from scmoe.base.options import Options, option, section
-from scmoe.kernels.wide_sums import plus_bias
+from scmoe.kernels.wide_sums import for_heads, plus_bias
 from scmoe.layers.divided_rows import attend
 from scmoe.layers.dot_product import attend_stored
 from scmoe.layers.norm import Norm
@@ -214,8 +214,7 @@ class LatentAttention(nnx.Module):
     c, up = self.config, self.kv_up[...].astype(q_BSHN.dtype)
     made = jnp.einsum("btr,rhn->bthn", c_BTR, up)
     straight, v_BTHV = jnp.split(made, [c.qk_nope_head_dim], -1)
-    shared = jnp.broadcast_to(k_BTN[:, :, None], (*straight.shape[:3], k_BTN.shape[-1]))
-    k_BTHN = jnp.concatenate([straight, shared], -1)
+    k_BTHN = jnp.concatenate([straight, for_heads(k_BTN, straight.shape[2])], -1)
     if positions_BS is None:
       return attend(q_BSHN, k_BTHN, v_BTHV, segments_BS, scale=self.score_scale)
     return attend_stored(q_BSHN, k_BTHN, v_BTHV, positions_BS, scale=self.score_scale)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe.kernels.wide_sums import looked_up, plus_bias, weighed
+from scmoe.kernels.wide_sums import for_heads, looked_up, plus_bias, weighed
 from scmoe.profiling.exchanges import collectives
 from scmoe.run import build
 from scmoe.run.config_files import find_config, load_config
@@ -14,9 +14,12 @@ from scmoe.training.step import make_train_step
 
 
 def narrow_sums(jaxpr):
-  """The sums of bfloat16 numbers in a program."""
+  """The sums of bfloat16 numbers in a program; not those of one number each."""
   sums = [eqn for eqn, _ in collectives(jaxpr.jaxpr, ("reduce_sum", "scatter-add"))]
-  return [str(eqn) for eqn in sums if eqn.outvars[0].aval.dtype == jnp.bfloat16]
+  adds = lambda eqn: (
+    str(eqn.primitive) != "reduce_sum" or (eqn.invars[0].aval.size > eqn.outvars[0].aval.size)
+  )
+  return [str(eqn) for eqn in filter(adds, sums) if eqn.outvars[0].aval.dtype == jnp.bfloat16]
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3)])
@@ -72,6 +75,22 @@ def test_a_coefficient_s_gradient_is_the_sum_over_its_row(dtype):
   np.testing.assert_array_equal(y_bar, coefficient.astype(dtype) * bar)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_that_heads_share_gets_the_sum_of_their_gradients(dtype):
+  """Of 300 heads with a gradient of 1: a bfloat16 sum would stop at 256."""
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(2, 3, 4)), dtype)
+  value, pull = jax.vjp(lambda x: for_heads(x, 300), x)
+  np.testing.assert_array_equal(value, np.broadcast_to(np.asarray(x)[:, :, None], (2, 3, 300, 4)))
+  (got,) = pull(jnp.ones_like(value))
+  assert got.dtype == dtype
+  np.testing.assert_array_equal(got, np.full((2, 3, 4), 300))
+  bar = jnp.asarray(rng.normal(size=value.shape), dtype)
+  (got,) = pull(bar)
+  want = np.asarray(bar, np.float64).sum(2)
+  np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2 ** (-8), atol=1e-4)
+
+
 def test_without_a_bias_nothing_is_added():
   y = jnp.ones((2, 3))
   assert plus_bias(y, None) is y
@@ -90,6 +109,7 @@ STEPS = [
   ("gpt2_moe_medium", {"model.wiring": "dgmoe", "model.mix": "cg2"}),
   ("quickstart", {"model.zero_experts": "2"}),
   ("olmoe", {}),
+  ("longcat_flash_small", {}),
   ("cifar10_vit", {}),
   ("cifar10_swin", {}),
 ]

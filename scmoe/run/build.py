@@ -259,6 +259,7 @@ class Built:
     given = variant.given
     moved = {name: given.pop(name) for name in ("schedule", "order") if name in given}
     top_k = given.pop("top_k", run.model.top_k)
+    num_sms = given.pop("num_sms", run.model.ffn.num_sms)
     if given.get("capacity_factor") == 0:  # nothing may be dropped
       given["capacity_factor"] = run.dispatch.capacity_factor
       if run.dispatch.kind is None or run.dispatch.kind.drops:
@@ -266,7 +267,8 @@ class Built:
     dispatch = dataclasses.replace(run.dispatch, **given)
     overlap = dataclasses.replace(run.overlap, **moved)
     dispatch.check_shards(self.mesh.shape["shard"])
-    model = dataclasses.replace(run.model, top_k=top_k).resolve()
+    ffn = dataclasses.replace(run.model.ffn, num_sms=num_sms)
+    model = dataclasses.replace(run.model, top_k=top_k, ffn=ffn).resolve()
     return dataclasses.replace(run, model=model, dispatch=dispatch, overlap=overlap)
 
   def cut(self) -> Built:

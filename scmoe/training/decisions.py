@@ -31,6 +31,7 @@ _CHOSEN = {
   "order": Maybe(str),
   "adaptive_r": Maybe(int),
   "chunks": Maybe(int),
+  "num_sms": Maybe(int),
 }
 
 

@@ -19,6 +19,7 @@ TUNABLE: dict[str, tuple[str, ...]] = {
   "adaptive_r": (),
   "chunks": (),
   "transport": ("capacity", "packed", "dropless", "per_rank"),
+  "num_sms": (),
 }
 
 
@@ -109,8 +110,9 @@ class TrainConfig(Options, path="train"):
   )
   tune: str = option(
     "",
-    "ways to move rows that are tried, the fastest of which trains on, e.g. 'adaptive_r=0,1 "
-    "chunks=1,2 transport=dropless,per_rank': in the search of overlap.schedule=auto where there "
+    "ways to move rows, and thread blocks of the experts' kernels, that are tried, the fastest of "
+    "which trains on, e.g. 'adaptive_r=0,1 chunks=1,2 transport=dropless,per_rank "
+    "num_sms=0,124': in the search of overlap.schedule=auto where there "
     "is one, else in the first steps; the choice changes results by rounding alone, but that with "
     "chunks a buffer of limited capacity is rounded up to a multiple of them; empty: no tuner",
   )

@@ -26,15 +26,16 @@ class Variant:
 
   `top_k` and `capacity_factor` may change the result, as may a change between a `transport` that
   drops choices and one that does not. Where choices are dropped, `chunks` may change it, too: an
-  expert's capacity is rounded up to a multiple of them. The others say when rows are computed, and
-  how and when rows and expert parameters travel between devices; unless `dispatch.ablation` is on,
-  they change the result by rounding at most.
+  expert's capacity is rounded up to a multiple of them. The others say when and by how many thread
+  blocks rows are computed, and how and when rows and expert parameters travel between devices;
+  unless `dispatch.ablation` is on, they change the result by rounding at most.
 
   Attributes:
     transport: `dispatch.transport`; `train.tune` takes capacity, packed, dropless, per_rank.
     schedule, order: `overlap.schedule` and `overlap.order`.
     adaptive_r: `dispatch.adaptive_r` (Tutel adaptive_r).
     chunks: `dispatch.chunks` (Tutel a2a_ffn_overlap_degree).
+    num_sms: `model.ffn.num_sms`.
     top_k: `model.top_k` (Tutel top_k).
     capacity_factor: `dispatch.capacity_factor` (Tutel capacity_factor); 0 drops nothing.
 
@@ -47,6 +48,7 @@ class Variant:
   order: str | None = None
   adaptive_r: int | None = None
   chunks: int | None = None
+  num_sms: int | None = None
   top_k: int | None = None
   capacity_factor: float | None = None
 
@@ -57,7 +59,7 @@ class Variant:
     for name in ("transport", "schedule", "order"):
       if (value := getattr(self, name)) is not None:
         check_type(name, value, str)
-    for name in ("adaptive_r", "chunks", "top_k"):
+    for name in ("adaptive_r", "chunks", "num_sms", "top_k"):
       if (value := getattr(self, name)) is not None:
         check_whole(name, value, 0)
     factor = self.capacity_factor

@@ -77,7 +77,7 @@ def test_a_coefficient_s_gradient_is_the_sum_over_its_row(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_that_heads_share_gets_the_sum_of_their_gradients(dtype):
-  """Of 300 heads with a gradient of 1: a bfloat16 sum would stop at 256."""
+  """A bfloat16 sum over 300 heads with gradients of 1 would stop at 256."""
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.normal(size=(2, 3, 4)), dtype)
   value, pull = jax.vjp(lambda x: for_heads(x, 300), x)

@@ -14,6 +14,7 @@ from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig, batch_sharding, shardings_of
 from scmoe.run import build
 from scmoe.run.config_files import find_config, load_config
+from scmoe.training.decisions import stored_variant
 from scmoe.training.step import make_train_step
 from scmoe.training.variants import StepVariants, Variant, parse_candidates
 
@@ -94,10 +95,18 @@ def test_switching_in_one_run_compiles_each_variant_once(steps, fresh, batch):
 def test_candidates():
   assert parse_candidates("") == (Variant(),)
   assert len(parse_candidates("adaptive_r=0,1 chunks=1,2,4")) == 6
+  assert parse_candidates("num_sms=0,124") == (Variant(num_sms=0), Variant(num_sms=124))
   with pytest.raises(ConfigError, match="'top_k=1,2' is not of the form NAME=N,N with a NAME of"):
     parse_candidates("top_k=1,2")
   with pytest.raises(ConfigError, match=r"train.tune='chunks=a'"):
     parse_candidates("chunks=a")
+
+
+def test_the_blocks_of_the_experts_kernels_are_the_variant_s(built):
+  assert built.run.model.ffn.num_sms == 0
+  varied = built.varied(Variant(num_sms=124, chunks=2))
+  assert (varied.model.ffn.num_sms, varied.dispatch.chunks) == (124, 2)
+  assert stored_variant({"num_sms": 124}, "schedule.json") == Variant(num_sms=124)
 
 
 def test_a_variant_that_does_not_fit_names_the_field(built):

@@ -65,19 +65,6 @@ def _plus_bwd(like, bar):
   return bar, _wide(bar).sum(rows).astype(like.dtype)
 
 
-def _wide(x: Array) -> Array:
-  """x in float32, made of the bits of bfloat16 numbers; float64 stays as it is.
-
-  By a cast, XLA would leave out the rounding to bfloat16 before it. Where an activation made x, its
-  kernel then writes float32 numbers for sum and product, of twice the bytes, and a second kernel
-  rounds and adds them; now one kernel makes both.
-  """
-  if x.dtype != jnp.bfloat16:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-  return lax.bitcast_convert_type(bits << 16, jnp.float32)
-
-
 _plus.defvjp(_plus_fwd, _plus_bwd)
 
 
@@ -121,3 +108,16 @@ def _weighed_bwd(kept, bar_BSD):
 
 
 weighed.defvjp(_weighed_fwd, _weighed_bwd)
+
+
+def _wide(x: Array) -> Array:
+  """x in float32, made of the bits of bfloat16 numbers; float64 stays as it is.
+
+  By a cast, XLA would leave out the rounding to bfloat16 before it. Where an activation made x, its
+  kernel then writes float32 numbers for sum and product, of twice the bytes, and a second kernel
+  rounds and adds them; now one kernel makes both.
+  """
+  if x.dtype != jnp.bfloat16:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+  return lax.bitcast_convert_type(bits << 16, jnp.float32)

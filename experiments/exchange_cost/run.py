@@ -11,10 +11,9 @@ All send packed rows, in XLA's order, unless words follow: fields of the configu
 searched for. `--arm "NAME: WORDS"` adds an arm of its own fields, e.g.
 `--arm "chunks: model.wiring=scmoe_pos2 dispatch.chunks=2"`. `--only` leaves arms out, and
 `--controls` names the arms that get the other two programs. No turn begins `--seconds` after the
-first one began. `--kernels` then traces each arm that
-has controls, and its step without exchanges, and says where the paid time is: in bare transfers, or
-in slower kernels (where.py). Writes FOLDER/NAME.json and FOLDER/NAME.txt (--out,
-runs/exchange_cost by default).
+first one began. `--kernels` then traces each arm that has controls, and its step without exchanges,
+and says where the paid time is: in bare transfers, or in slower kernels (where.py). Writes
+FOLDER/NAME.json and FOLDER/NAME.txt (--out, runs/exchange_cost by default).
 """
 
 from __future__ import annotations
@@ -88,9 +87,8 @@ def main() -> None:
 
   steps: dict[str, StepArm] = {}
   states: dict[str, MeasuredState] = {}
-  first: dict[
-    str, str
-  ] = {}  # wiring -> its first arm; its products of dense layers are the others'
+  # By wiring its first arm, whose dense layers have the other arms' products.
+  first: dict[str, str] = {}
   with kept_programs(folder):
     for name, own_fields in arms.items():
       run = configured(args.config, fields | own_fields, tiny=args.tiny)

@@ -380,7 +380,7 @@ def ballot(to: str, condition: str) -> str:
   return f"vote.sync.ballot.b32 {to}, {condition}, -1;"
 
 
-# -- devices waiting for each other (red, st, ld at system scope; trap) ---------------------
+# -- devices waiting for each other (red, st, ld at system scope; trap) ----------------------------
 
 
 def add_at_device(address: str, value: str, *, only_if: str = "") -> str:

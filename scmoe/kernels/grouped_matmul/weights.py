@@ -66,7 +66,7 @@ class Execution:
     activation: the activation between the layers.
     precision: of float32 operands, as in `jax.lax.dot_general`.
     num_sms: CTAs that a grouped product's kernel launches (`pipeline.launch`); None: one for each
-      multiprocessor. For a single row: multiprocessors that share its products; None: all.
+      multiprocessor. The kernels for a single row do not read it.
     interpretation: the simulation of kernels in use, or None (`launch.interpretation`).
     fp8: whether a forward pass rounds its products' operands to fp8 (`fp8.py`).
   """

@@ -38,16 +38,14 @@ from scmoe.kernels.one_row.matrix_vector import (
 _HELD = 4096  # most numbers of the activation that a warpgroup keeps in shared memory
 
 
-def splits(
-  widths: tuple[int, int, int], choices: int, num_sms: int | None = None
-) -> tuple[Split, Split] | None:
+def splits(widths: tuple[int, int, int], choices: int) -> tuple[Split, Split] | None:
   """How the products of the first and the second layer are divided among CTAs, or None.
 
   The widths are D, F and D'. None if `matrix_vector.split` finds no division for one of the two
   products.
   """
   width, hidden, out_width = widths
-  sms = resolve_num_sms(num_sms)
+  sms = resolve_num_sms(None)
   first = split(width, hidden, choices, sms)
   second = split(hidden, out_width, choices, sms, WARPGROUP, _HELD)
   return None if first is None or second is None else (first, second)

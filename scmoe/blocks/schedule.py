@@ -21,6 +21,10 @@ product that may stand beside either exchange to the last one, and the first wou
 the second chunk is sent behind the steps that stand beside the first (`_sent_behind`):
 
   route | dispatch: chunk 1 | mlp 0 | dispatch: chunk 2 | experts: chunk 1 | attention 1: ...
+
+On the way back a barrier holds the last dense step, here the shared expert, until all chunks but
+the last are back (`_Place.back_before`). So the last chunk's combine has that step beside it, and
+the chunk before has the last chunk's experts and what stands between these and that step.
 """
 
 from __future__ import annotations
@@ -181,7 +185,8 @@ def make_schedule(
     for start, before in zip(starts, earlier)
   ]
   if overlap.order == "barriers" and overlap.flight == 1:
-    places = [dataclasses.replace(place, sent=_sent_behind(place)) for place in places]
+    in_parts = lambda place: {"sent": _sent_behind(place), "back_before": len(dense) - 1}
+    places = [dataclasses.replace(place, **in_parts(place)) for place in places]
   order = ""
   # Batches can take turns only if barriers keep the order (`in_turns`).
   if overlap.order == "barriers" or overlap.flight > 1:
@@ -216,6 +221,8 @@ class _Place:
       unit, so no barrier holds it behind the end of that unit (`earlier_steps`).
     ahead: before the next unit's route and dispatch; None: this unit does not begin them.
     sent: before the dispatch of each chunk, the first at `start`; (): all are sent at `start`.
+    back_before: before the step that waits, in the forward pass, until all chunks but the last are
+      back, if that is behind all experts; None: no step waits.
   """
 
   start: int
@@ -224,6 +231,7 @@ class _Place:
   handed_over: bool = False
   ahead: int | None = None
   sent: tuple[int, ...] = ()
+  back_before: int | None = None
 
   def steps(self, gating: int, position: int, tied: str) -> list[Step]:
     """This gating's steps behind `position` dense steps; `tied` as in `_in_order`."""
@@ -252,6 +260,9 @@ class _Place:
     # The backward pass' barrier ties the experts' rows, so combine comes behind it.
     if position == max((*self.experts, *self.back) if apart else self.experts):
       steps.append(Step(COMBINE, gating=gating))
+    chunks = len(self.experts)
+    if chunks > 1 and position == self.back_before and position >= max(*self.experts, *self.back):
+      steps.append(Step(BARRIER, gating=gating, direction="forward", chunk=chunks - 2))
     return steps
 
 

@@ -20,7 +20,7 @@ from scmoe.moe.experts import ExpertSource, LayerExperts, OnDevice
 from scmoe.moe.layer import MoECall, RoutedTokens
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.barriers import barrier
-from scmoe.parallel.collectives import waiting
+from scmoe.parallel.collectives import arrivals, waiting
 
 # The names of steps in profiles, where they differ from the schedule's.
 SCOPES = {words.PROJECTIONS: "attention", words.MIXING: "attention", words.SHARED: "mlp"}
@@ -244,6 +244,8 @@ class PairWalk:
     # For each gating, the normalised value that it reads.
     self.inputs: dict[int, Any] = {}
     self.routed: dict[int, RoutedTokens] = {}
+    # For each gating, the rows that have come back, chunk by chunk; empty without an exchange.
+    self.back: dict[int, list[Array]] = {}
     self.results: dict[int, tuple[Array, RouterSums]] = {}
     if self.begun is not None:
       self.inputs[0], self.routed[0] = self.begun.tapped_BSD, self._arrived(self.begun.routed)
@@ -366,7 +368,9 @@ class PairWalk:
   def combine(self, step: Step) -> None:
     """Rows travel back and are added up for each token."""
     g, routed = step.gating, self.routed[step.gating]
-    y_TD, sums = self.moe.completed(routed, routed.transport.combine(routed.arrived))
+    with arrivals() as self.back[g]:
+      y_TD = routed.transport.combine(routed.arrived)
+    y_TD, sums = self.moe.completed(routed, y_TD)
     self.results[g] = y_TD.reshape(*self.inputs[g].shape[:-1], -1), sums
 
   @jax.named_scope(words.BARRIER)
@@ -376,11 +380,15 @@ class PairWalk:
     The two do not depend on each other, so without the tie XLA may place the main path's steps
     anywhere. With it, a later step reads neither value before both are computed, and so the
     exchange keeps beside it the steps that hide it. If the step is `ahead`, the value is the input
-    of the next pair's experts.
+    of the next pair's experts. If it has a chunk and stands behind the combine, the main path waits
+    until this chunk's rows are back, if the transport made so many chunks.
     """
     tie, g = functools.partial(barrier, direction=step.direction), step.gating
     if step.ahead:
       self.next_input_BSD, self.main = tie((self._next_tapped(), self.main))
+    elif g in self.results and step.chunk is not None:
+      for rows in self.back[g][step.chunk : step.chunk + 1]:
+        _, self.main = tie((jax.lax.stop_gradient(rows), self.main))
     elif g in self.results:
       y_BSD, sums = self.results[g]
       y_BSD, self.main = tie((y_BSD, self.main))

@@ -15,6 +15,11 @@ _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", de
 _default_sms: contextvars.ContextVar[int] = contextvars.ContextVar("default_sms", default=132)
 _chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("chosen", default=True)
 
+# Multiprocessors that `sms_beside_exchanges` leaves to NCCL. Between two H200s without peer access
+# NCCL 2.28 sends rows in up to four thread blocks, and adds up gradients in four more at the same
+# time (experiments/exchange_cost).
+LEFT_TO_COLLECTIVES = 8
+
 
 @contextlib.contextmanager
 def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
@@ -102,6 +107,16 @@ def resolve_num_sms(num_sms: int | None) -> int:
     return _default_sms.get()
   device = jax.devices()[0]
   return getattr(device, "core_count", None) or 132 if device.platform == "gpu" else 132
+
+
+def sms_beside_exchanges() -> int:
+  """The number of CTAs to launch beside collectives: eight multiprocessors get none.
+
+  A collective holds its multiprocessors until it has ended. With a CTA for each multiprocessor, the
+  CTAs meant for those would begin when the first ones have ended, and the kernel could take twice
+  as long.
+  """
+  return resolve_num_sms(None) - LEFT_TO_COLLECTIVES
 
 
 def compiled(body, **options: Any):

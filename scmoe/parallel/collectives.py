@@ -229,6 +229,34 @@ def wait(x: Array, chunk: int) -> Array:
   return x
 
 
+# What exchanges have brought, while the call of a transport is traced; see `arrivals`.
+_ARRIVALS: contextvars.ContextVar[list[Array] | None] = contextvars.ContextVar(
+  "arrivals", default=None
+)
+
+
+@contextlib.contextmanager
+def arrivals() -> Iterator[list[Array]]:
+  """Collects the rows that exchanges bring, in their order, so that other values can wait for them.
+
+  The list stays empty without an exchange.
+  """
+  brought: list[Array] = []
+  token = _ARRIVALS.set(brought)
+  try:
+    yield brought
+  finally:
+    _ARRIVALS.reset(token)
+
+
+def arrived(x: Array) -> Array:
+  """x, which an exchange has brought; `arrivals`, if it collects, keeps it."""
+  brought = _ARRIVALS.get()
+  if brought is not None:
+    brought.append(x)
+  return x
+
+
 @dataclasses.dataclass(frozen=True)
 class Exchange:
   """An all-to-all of rows between the ranks of one mesh axis.
@@ -271,10 +299,10 @@ class Exchange:
     if self.silent:
       # Without an exchange between them, XLA would fuse the operations before and after it, and
       # the program without exchanges would do less work than the one with them.
-      return barrier(x)
+      return arrived(barrier(x))
     if self.nodes == 1:
-      return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
-    return _hierarchical(x, self)
+      return arrived(jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True))
+    return arrived(_hierarchical(x, self))
 
   # Transports send rows to the experts by this name, and the experts' results back by the other, so
   # that a subclass can let rows travel to the experts in another form. Here it is one method.

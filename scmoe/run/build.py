@@ -22,6 +22,7 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.timeline import chunk_slots
 from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
+from scmoe.kernels.launch import has_kernels, sms_beside_exchanges
 from scmoe.models.distillation import Distillation
 from scmoe.models.fetched import to_fetch
 from scmoe.models.flops import forward_flops, peak_flops
@@ -126,13 +127,20 @@ class Built:
     """`best` with at least two chunks, whose experts barriers hold in the slots that hide most.
 
     The slots are those of a modelled slow link. Where communication is short, the run as configured
-    hides it already.
+    hides it already. In slots the experts' kernels run beside transfers, so they leave
+    multiprocessors to these, unless the user or `train.tune` has set the number of CTAs.
     """
     times = modelled_times(self.varied(best), "h200-slow")
     chunks = max(2, best.chunks or self.run.dispatch.chunks)
     assert times is not None
     slots = ", ".join(chunk_slots(times, chunks))
-    return dataclasses.replace(best, chunks=chunks, schedule=slots, order="barriers")
+    ffn, num_sms = self.run.model.ffn, best.num_sms
+    kernels = ffn.may_have_kernels and has_kernels(self.mesh.devices.flat[0])
+    if num_sms is None and ffn.num_sms == 0 and kernels:
+      num_sms = sms_beside_exchanges()
+    return dataclasses.replace(
+      best, chunks=chunks, schedule=slots, order="barriers", num_sms=num_sms
+    )
 
   @property
   def config(self) -> dict[str, Any]:

@@ -199,7 +199,7 @@ RULES = (
   ),
   _Rule(
     ("model.ffn.num_sms",),
-    lambda run: run.model.ffn.backend == "xla" or run.model.ffn.impl in ("batched", "block_sparse"),
+    lambda run: not run.model.ffn.may_have_kernels,
     "XLA's or MegaBlocks' products compute the experts",
     "set model.ffn.backend=auto and model.ffn.impl=auto",
   ),

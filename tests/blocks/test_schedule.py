@@ -256,9 +256,28 @@ def test_each_chunk_has_a_step():
   )
   assert make("mlp 0").forward == make("mlp 0, mlp 0").forward
   barriers = [step.chunk for step in make("mlp 0").steps if step.operation == BARRIER]
-  assert barriers == [None, 0, 0, 1, 1]
+  assert barriers == [None, 0, 0, 1, 1, 0]  # the last one: the first chunk is back
   with pytest.raises(ConfigError, match=r"names 2 slots for dispatch.chunks=3; use one, or one f"):
     make("mlp 0, attention 1", 3)
+
+
+def test_the_last_dense_step_waits_until_all_chunks_but_the_last_are_back():
+  """The last chunk's combine then has this step beside it, which XLA might give to the others."""
+
+  def waiting(slots, chunks, **overlap):
+    overlap = OverlapConfig(schedule=slots, **{"order": "barriers", **overlap})
+    steps = make_schedule(WIRINGS["scmoe_pos2"], 2, overlap, chunks).steps
+    back = [step.operation for step in steps].index("combine")
+    held = [i for i, step in enumerate(steps) if i > back and step.operation == BARRIER]
+    return [(steps[i].chunk, steps[i].direction, steps[i + 1].name) for i in held]
+
+  seam = "attention 1: projections"
+  assert waiting(f"mlp 0, {seam}", 2) == [(0, "forward", "shared expert")]
+  assert waiting("mlp 0", 4) == [(2, "forward", "shared expert")]
+  assert waiting(f"mlp 0, {seam}", 2, order="xla") == []
+  assert waiting(f"mlp 0, {seam}", 2, flight=2) == []
+  assert waiting(seam, 1) == []
+  assert waiting("shared expert", 2) == []  # no dense step is behind the experts
 
 
 def behind_dispatches(slots, chunks, wiring="scmoe_pos2", blocks=2, **overlap):

@@ -149,6 +149,13 @@ def test_what_auto_tries(built, run, monkeypatch):
   found = in_slots(packed)
   assert found == dataclasses.replace(packed, schedule=found.schedule, order="barriers", chunks=2)
   assert len(found.schedule.split(",")) == 2
+  monkeypatch.setattr(build, "has_kernels", lambda device: True)
+  assert in_slots(packed) == dataclasses.replace(found, num_sms=124), "of 132, eight for NCCL"
+  assert in_slots(dataclasses.replace(packed, num_sms=0)).num_sms == 0, "train.tune has chosen"
+  for given in ({"num_sms": 132}, {"backend": "xla"}, {"impl": "batched"}):
+    ffn = dataclasses.replace(run.model.ffn, **given)
+    taken = tried(model=dataclasses.replace(run.model, ffn=ffn))[-1]
+    assert taken(plain).num_sms is None, given
   assert built.variant(found), "names that the schedule knows"
   assert tried(dispatch=chunks)[-1](plain).chunks == 2
   lossless = dataclasses.replace(run.dispatch, transport="dropless")

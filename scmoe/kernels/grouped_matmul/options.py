@@ -52,6 +52,11 @@ class FFNOptions(Options, path="model.ffn"):
     minimum=0,
   )
 
+  @property
+  def may_have_kernels(self) -> bool:
+    """Whether kernels may compute the experts' products, and so read `num_sms`."""
+    return self.backend != "xla" and self.impl not in ("batched", "block_sparse")
+
   def filled(self, *, gated: bool = False) -> Self:
     """The same options with an activation: an empty one becomes swiglu if `gated`, else gelu."""
     return dataclasses.replace(self, activation=self.activation or ("swiglu" if gated else "gelu"))

@@ -1,0 +1,82 @@
+"""Times an all-to-all and a sum alone between all GPUs of a host, as NCCL's environment has it.
+
+  NCCL_P2P_DISABLE=1 python experiments/exchange_cost/nccl.py
+  NCCL_P2P_DISABLE=1 NCCL_NCHANNELS_PER_PEER=8 python experiments/exchange_cost/nccl.py
+  NCCL_P2P_DISABLE=1 NCCL_DEBUG=INFO python experiments/exchange_cost/nccl.py | grep -i channel
+
+A program has four or twenty collectives one after the other; the time of one is the difference of
+the two, medians of seven calls, over sixteen. Prints one line: NCCL's settings, then for each size
+in MB (10^6 bytes) a device the time and the bytes that leave a device a second: of an all-to-all
+those for other devices, of a sum over W devices 2 (W - 1) / W times its size, as in a ring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+WIDTH = 1280
+SHORT, LONG = 4, 20
+
+
+def chain(collective, count: int, mesh):
+  """`count` collectives, none of which begins before the one ahead has ended."""
+
+  @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+  def program(x):
+    for _ in range(count):
+      x = jax.lax.optimization_barrier(collective(x))
+    return x
+
+  return jax.jit(program)
+
+
+def seconds(program, x) -> float:
+  """Median of seven calls, after two that compile and connect."""
+  times = []
+  for _ in range(9):
+    start = time.perf_counter()
+    program(x).block_until_ready()
+    times.append(time.perf_counter() - start)
+  return statistics.median(times[2:])
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--rows", default="5.2,10.5,42", help="of an all-to-all, MB a device")
+  parser.add_argument("--sums", default="52", help="of a sum, MB a device")
+  args = parser.parse_args()
+  devices = jax.device_count()
+  mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  swap = lambda x: jax.lax.all_to_all(x, "x", 0, 0, tiled=True)
+  mean = lambda x: jax.lax.psum(x, "x") / jnp.float32(devices)
+  others = (devices - 1) / devices
+  kinds = (
+    ("all-to-all", swap, args.rows, jnp.bfloat16, others),
+    ("sum", mean, args.sums, jnp.float32, 2 * others),
+  )
+  found = []
+  for name, collective, sizes, dtype, leaving in kinds:
+    for megabytes in map(float, filter(None, sizes.split(","))):
+      rows = int(1e6 * megabytes / dtype.dtype.itemsize / WIDTH) // devices * devices
+      x = jax.device_put(jnp.ones((devices * rows, WIDTH), dtype), NamedSharding(mesh, P("x")))
+      short, long = (seconds(chain(collective, count, mesh), x) for count in (SHORT, LONG))
+      each = (long - short) / (LONG - SHORT)
+      speed = leaving * megabytes / each / 1e3
+      found.append(f"{name} {megabytes:g} MB {1e3 * each:.3f} ms {speed:.1f} GB/s")
+  settings = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_"))
+  print(f"{settings or 'as NCCL finds it'} | {'; '.join(found)}", flush=True)
+
+
+if __name__ == "__main__":
+  main()

@@ -155,6 +155,16 @@ class GuidedStep:
     """Runs the step again that left rows over; here nobody calls it."""
     return self(*args)
 
+  def stop_profiling(self) -> None:
+    """Gives up the trace of a profile under way, if there is one; later calls begin a new one.
+
+    jax takes one trace at a time, and a profile needs a trace of this program's calls alone.
+    """
+    if self.trace is not None:
+      jax.profiler.stop_trace()
+      self.trace.cleanup()
+      self.trace, self.calls_to_profile = None, self.overlap.ablation.profile_runs
+
   def __call__(self, *args: Any) -> Any:
     """Runs one step; the first calls may compile and profile."""
     if self.program is None:

@@ -31,10 +31,12 @@ from scmoe.training.description import WEIGHTS_ONLY, held_part, misfit
 from scmoe.training.distributed import OnFirst, first_decides, is_first, lost_peer
 from scmoe.training.failure import REPLAY, not_finite, write_replay
 from scmoe.training.fastest import fastest_step
+from scmoe.training.guided import GuidedStep
 from scmoe.training.interfaces import Data, Trainable, abstract_batch
 from scmoe.training.journal import Journal
 from scmoe.training.results import Reported, Results
 from scmoe.training.resume import architecture, check_config, check_data
+from scmoe.training.search import Search
 from scmoe.training.signals import StopRequest, Watchdog
 from scmoe.training.step import TrainState, init_state
 from scmoe.training.workdir import RunLock, prepare_workdir
@@ -419,7 +421,7 @@ class Run:
       NonFiniteError: as `flush`.
       StorageError: the file of moments (mesh.moments_in=files) cannot be read or written.
     """
-    self.profile()
+    self.profile(self.step_fn)
     self.arm("step", allowance=self.step_fn.compiles_next)
     began = time.perf_counter()
     put = lambda x: jax.make_array_from_process_local_data(self.batch_sharding, x)
@@ -624,15 +626,19 @@ class Run:
     self.journal.pause()
     self.watchdog.disarm()
 
-  def profile(self) -> None:
+  def profile(self, step_fn: GuidedStep | Search) -> None:
     """Starts jax's profiler before step `train.profile_step`; stops it `profile_steps` steps later.
 
     Before both it calls `flush`. A run that ends before it does a step without the profiler stops
     it in `close`. The trace is taken in this process, so no port is opened for a profiler's client.
+
+    Args:
+      step_fn: runs the steps; a profile that it is making for XLA waits until this trace has ended.
     """
     train = self.train
     if train.profile_step and self.step + 1 == train.profile_step:
       self.flush()
+      step_fn.stop_profiling()
       jax.profiler.start_trace(str(self.workdir / "profile"))
       self.tracing = True
     elif self.tracing and self.step + 1 >= train.profile_step + train.profile_steps:

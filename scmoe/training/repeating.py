@@ -163,6 +163,8 @@ class RepeatingStep(GuidedStep):
       arrays: the step's per-layer arrays, which `begin` returned.
     """
     over = bool((np.asarray(jax.device_get(arrays["rounds"])) > 1).any())
+    if over:  # the program with loops runs next, perhaps for long
+      self.stop_profiling()
     if self.pace.note(over):
       if self.pace.looped:
         self.say(

@@ -208,6 +208,11 @@ class Search:
     """See `RepeatingStep.again`."""
     return self._counted(self.best.again(*args))
 
+  def stop_profiling(self) -> None:
+    """See `GuidedStep.stop_profiling`; of all variants."""
+    for variant in self.steps.variants:
+      self.steps.step(variant).stop_profiling()
+
   def compile(self, *args: Any) -> None:
     """Compiles the first candidate that the model takes, for arguments of these shapes.
 

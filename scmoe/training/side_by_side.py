@@ -296,7 +296,7 @@ class _Together:
   def one_step(self) -> None:
     """Dispatches a step of all runs; then calls `Run.stepped` of each that has not failed."""
     first = self.lanes[0]
-    first.profile()
+    first.profile(self.step_fn)
     first.arm("step", allowance=self.step_fn.compiles_next)
     batches = Batch.stack([lane.next_batch() for lane in self.lanes])
     self.states, scalars, arrays = self.step_fn(self.states, self._placed(batches), self.seeds)

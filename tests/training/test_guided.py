@@ -153,3 +153,19 @@ def test_a_trace_that_does_not_end_is_not_waited_for(tmp_path, monkeypatch):
   assert run.settled
   assert step.calls == [1] * 40
   assert "another trace is running" in said[0]
+
+
+def test_a_profile_that_is_given_up_begins_anew(tmp_path, traces):
+  """jax takes one trace at a time: this one ends for the user's, and for another program's steps."""
+  step = FakeStep()
+  run = guided(step, tmp_path)
+  run.stop_profiling()
+  assert traces == [], "nothing was under way"
+  for x in range(2):
+    run(x)
+  run.stop_profiling()
+  assert traces == ["start", "stop"]
+  for x in range(3):
+    run(x)
+  assert traces == ["start", "stop"] * 2
+  assert step.calls == [1, 1, 1, 1, 2]

@@ -18,6 +18,7 @@ from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, DataError, NonFiniteError, Preempted, StorageError
 from scmoe.training import card
 from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.guided import GuidedStep
 from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.failure import not_finite
 from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
@@ -352,6 +353,16 @@ def test_a_run_that_ends_within_its_trace_writes_it(mesh8, tmp_path, monkeypatch
   monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
   trainer(mesh8, tmp_path, steps=3, profile_step=2, profile_steps=5).run()
   assert calls == [str(tmp_path / "profile"), "stop"]
+
+
+def test_the_step_gives_up_its_trace_before_the_users_begins(mesh8, tmp_path, monkeypatch):
+  """jax takes one trace at a time, and would refuse the second by an error."""
+  calls = []
+  monkeypatch.setattr(GuidedStep, "stop_profiling", lambda step: calls.append("given up"))
+  monkeypatch.setattr(jax.profiler, "start_trace", calls.append)
+  monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+  trainer(mesh8, tmp_path, steps=4, profile_step=3, profile_steps=1).run()
+  assert calls == ["given up", str(tmp_path / "profile"), "stop"]
 
 
 def test_checkpoint_comes_before_an_evaluation_that_fails(mesh8, tmp_path):

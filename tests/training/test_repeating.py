@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import jax
@@ -325,6 +326,22 @@ def test_steps_that_measured_a_variant_are_forgotten():
   paced(step.pace, [1, 1])
   step.forget()
   assert (step.repeated, step.pace.state()) == (0, Pace().state())
+
+
+def test_steps_with_loops_run_without_the_trace_of_the_others(monkeypatch):
+  """The trace would hold two programs' steps, and in a burst nothing would end it."""
+  _, step = made("repeat", TIGHT)
+  step.forget()
+  log = []
+  monkeypatch.setattr(jax.profiler, "stop_trace", lambda: log.append("stop"))
+  for rounds, stops in ((1, 0), (2, 1)):
+    step.trace = tempfile.TemporaryDirectory()
+    step.left_over({"rounds": np.array([1, rounds])})
+    assert len(log) == stops
+  assert step.trace is None
+  assert step.calls_to_profile == step.overlap.ablation.profile_runs
+  step.calls_to_profile = 0
+  step.forget()
 
 
 def test_a_burst_that_comes_back_soon_has_to_calm_down_for_longer():

@@ -156,7 +156,7 @@ def test_a_trace_that_does_not_end_is_not_waited_for(tmp_path, monkeypatch):
 
 
 def test_a_profile_that_is_given_up_begins_anew(tmp_path, traces):
-  """jax takes one trace at a time: this one ends for the user's, and for another program's steps."""
+  """jax takes one trace at a time, and another program's steps do not belong in this one."""
   step = FakeStep()
   run = guided(step, tmp_path)
   run.stop_profiling()

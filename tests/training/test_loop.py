@@ -18,9 +18,9 @@ from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, DataError, NonFiniteError, Preempted, StorageError
 from scmoe.training import card
 from scmoe.training.checkpoint import Checkpointer
-from scmoe.training.guided import GuidedStep
 from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.failure import not_finite
+from scmoe.training.guided import GuidedStep
 from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
 from scmoe.training.options import CheckpointConfig, TrainConfig
 from scmoe.training.restore import list_steps, read_meta

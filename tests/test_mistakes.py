@@ -88,6 +88,16 @@ MISTAKES = {
     "set optimizer.schedule=wsd",
     field("optimizer.decay_fraction=0.5", "optimizer.schedule=wsd"),
   ),
+  "blocks of no kernel": (
+    field("train.tune=num_sms=0,124", "model.ffn.backend=xla"),
+    "leave it out, or set model.ffn.backend=auto",
+    field("train.tune=num_sms=0,124"),
+  ),
+  "puts between hosts": (
+    field("dispatch.transport=put", "dispatch.nodes=2", "mesh.expert=2"),
+    "use dispatch.transport=dropless",
+    field("dispatch.transport=dropless", "dispatch.nodes=2", "mesh.expert=2"),
+  ),
   "steps of no trace": (
     field("train.profile_steps=1"),
     "set train.profile_step, e.g. 2",

@@ -21,6 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 from ranking import MODELS, SHARED  # noqa: E402
 from shared_state import StepArm, machine, prepare  # noqa: E402
 
+from scmoe.base.errors import run_main  # noqa: E402
 from scmoe.blocks import schedule  # noqa: E402
 from scmoe.profiling.timer import interleave  # noqa: E402
 from scmoe.profiling.windows import program_windows, summary  # noqa: E402
@@ -67,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  run_main(lambda argv: main())

@@ -16,12 +16,18 @@ import argparse
 import functools
 import os
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scmoe.base.errors import ConfigError, run_main
 
 WIDTH = 1280
 SHORT, LONG = 4, 20
@@ -49,6 +55,21 @@ def seconds(program, x) -> float:
   return statistics.median(times[2:])
 
 
+def megabytes_of(flag: str, text: str) -> list[float]:
+  """The sizes in `text`, separated by commas.
+
+  Raises:
+    ConfigError: one of them is no number of at least 0.1, below which nothing can be told.
+  """
+  try:
+    sizes = [float(word) for word in text.split(",") if word]
+    if min(sizes, default=1.0) >= 0.1:
+      return sizes
+  except ValueError:
+    pass
+  raise ConfigError(f"{flag}={text!r} must be megabytes from 0.1 on, with commas; e.g. 10.5,42")
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,20 +77,23 @@ def main() -> None:
   parser.add_argument("--rows", default="5.2,10.5,42", help="of an all-to-all, MB a device")
   parser.add_argument("--sums", default="52", help="of a sum, MB a device")
   args = parser.parse_args()
+  rows, sums = megabytes_of("--rows", args.rows), megabytes_of("--sums", args.sums)
   devices = jax.device_count()
+  if devices < 2:
+    raise ConfigError(f"nothing travels with one device, got {jax.devices()[0]}; use two GPUs")
   mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   swap = lambda x: jax.lax.all_to_all(x, "x", 0, 0, tiled=True)
   mean = lambda x: jax.lax.psum(x, "x") / jnp.float32(devices)
   others = (devices - 1) / devices
   kinds = (
-    ("all-to-all", swap, args.rows, jnp.bfloat16, others),
-    ("sum", mean, args.sums, jnp.float32, 2 * others),
+    ("all-to-all", swap, rows, jnp.bfloat16, others),
+    ("sum", mean, sums, jnp.float32, 2 * others),
   )
   found = []
   for name, collective, sizes, dtype, leaving in kinds:
-    for megabytes in map(float, filter(None, sizes.split(","))):
-      rows = int(1e6 * megabytes / dtype.dtype.itemsize / WIDTH) // devices * devices
-      x = jax.device_put(jnp.ones((devices * rows, WIDTH), dtype), NamedSharding(mesh, P("x")))
+    for megabytes in sizes:
+      length = max(1, int(1e6 * megabytes / dtype.dtype.itemsize / WIDTH) // devices) * devices
+      x = jax.device_put(jnp.ones((devices * length, WIDTH), dtype), NamedSharding(mesh, P("x")))
       short, long = (seconds(chain(collective, count, mesh), x) for count in (SHORT, LONG))
       each = (long - short) / (LONG - SHORT)
       speed = leaving * megabytes / each / 1e3
@@ -79,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  run_main(lambda argv: main())

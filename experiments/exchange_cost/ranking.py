@@ -26,6 +26,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 from shared_state import StepArm, configured, machine, out_file, prepare  # noqa: E402
 
+from scmoe.base.errors import run_main  # noqa: E402
 from scmoe.profiling.timer import Timing, interleave  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.run.command_line import simulate  # noqa: E402
@@ -155,4 +156,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  run_main(lambda argv: main())

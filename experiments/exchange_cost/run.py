@@ -23,6 +23,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
@@ -38,6 +39,7 @@ from shared_state import (  # noqa: E402
 )
 from where import Where  # noqa: E402
 
+from scmoe.base.errors import ConfigError, run_main  # noqa: E402
 from scmoe.profiling.clock import Paid  # noqa: E402
 from scmoe.profiling.timer import Arm, interleave, speed_up  # noqa: E402
 from scmoe.run import build  # noqa: E402
@@ -51,14 +53,46 @@ TINY = {"model.num_layers": "4", "train.batch_size": "8", "train.tokens_per_step
 
 
 def fields_of(words: list[str]) -> dict[str, str]:
-  """The values by field, from words FIELD=VALUE."""
+  """The values by field, from words FIELD=VALUE.
+
+  Raises:
+    ConfigError: a word has no "=".
+  """
+  for word in words:
+    if "=" not in word:
+      raise ConfigError(
+        f"{word!r} is not of the form FIELD=VALUE; quote a value with spaces, e.g. "
+        "'overlap.schedule=mlp 0'"
+      )
   return {field: value for field, _, value in (word.partition("=") for word in words)}
 
 
 def own_arm(text: str) -> tuple[str, dict[str, str]]:
-  """The name and the fields of an arm, from "NAME: FIELD=VALUE FIELD=VALUE"."""
-  name, _, words = text.partition(":")
-  return name, fields_of(shlex.split(words))
+  """The name and the fields of an arm, from "NAME: FIELD=VALUE FIELD=VALUE".
+
+  Raises:
+    ConfigError: the text has another form.
+  """
+  name, colon, words = text.partition(":")
+  try:
+    if not colon or not name.strip():
+      raise ValueError("no NAME: at its beginning")
+    return name, fields_of(shlex.split(words))
+  except ValueError as error:
+    raise ConfigError(f"--arm={text!r} is not of the form NAME: FIELD=VALUE: {error}") from None
+
+
+def named(flag: str, text: str, arms: Iterable[str]) -> list[str]:
+  """The names in `text`, separated by commas.
+
+  Raises:
+    ConfigError: one of them is no arm.
+  """
+  names, known = [name for name in text.split(",") if name], list(arms)
+  for name in names:
+    if name not in known:
+      raise ConfigError(f"--{flag}={text!r}: {name!r} is no arm; one of: {', '.join(known)}")
+  return names
 
 
 def main() -> None:
@@ -66,7 +100,7 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("words", nargs="*", help="fields of the configuration, NAME=VALUE")
-  parser.add_argument("--config", default="gpt2_moe_medium")
+  parser.add_argument("--config", help="gpt2_moe_medium by default")
   parser.add_argument("--name", default="nvlink", help="of the results")
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--seconds", type=float, default=float("inf"), help="of turns, at most")
@@ -79,9 +113,19 @@ def main() -> None:
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
   args = parser.parse_args()
   simulate(2 if args.tiny else 0)
+  config = args.config or "gpt2_moe_medium"
+  if args.tiny and args.config:
+    raise ConfigError(f"--tiny runs quickstart's smoke run, got --config={config}; leave out one")
+  for flag in ("rounds", "calls"):
+    if getattr(args, flag) < 1:
+      raise ConfigError(f"--{flag}={getattr(args, flag)} must be at least 1")
   fields = MODEL | (TINY if args.tiny else {}) | fields_of(args.words)
   arms = ARMS | dict(own_arm(text) for text in args.arm)
-  arms = {name: own for name, own in arms.items() if name in (args.only or name).split(",")}
+  only = named("only", args.only, arms) or list(arms)
+  arms = {name: own for name, own in arms.items() if name in only}
+  controls = list(arms) if args.controls is None else named("controls", args.controls, arms)
+  if args.kernels and not controls:
+    raise ConfigError("--kernels traces arms with controls; name some in --controls")
   folder = args.out / "programs"
   file = out_file(args.out, args.name)
 
@@ -91,11 +135,11 @@ def main() -> None:
   first: dict[str, str] = {}
   with kept_programs(folder):
     for name, own_fields in arms.items():
-      run = configured(args.config, fields | own_fields, tiny=args.tiny)
+      run = configured(config, fields | own_fields, tiny=args.tiny)
       own = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
       first.setdefault(own.model.wiring, name)
       kinds = {name: own}
-      if args.controls is None or name in args.controls.split(","):
+      if name in controls:
         kinds[f"{name} without"] = without_exchanges(own)
       for kind, of in kinds.items():
         steps[kind] = step_arm(of, states, args.out / "profiles")
@@ -142,7 +186,8 @@ def main() -> None:
       where = Where.of(steps[name], steps[f"{name} without"])
       result["where"][name] = where.as_json()
       lines.append(f"{name}: {where}")
-  head = f"{args.config}, {', '.join(result['machine'].values())}, {time.strftime('%H:%M')}"
+  where = ", ".join([*result["machine"].values(), time.strftime("%H:%M")])
+  head = f"{'quickstart, smoke' if args.tiny else config}, {where}"
   text = "\n".join([head, *lines])
   file.write_text(json.dumps(result, indent=1) + "\n")
   file.with_suffix(".txt").write_text(text + "\n")
@@ -150,4 +195,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  run_main(lambda argv: main())

@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 
+from scmoe.base.errors import StorageError
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.fields import with_field
+from scmoe.run.names import check_run_name
 from scmoe.training.fastest import Steps
 from scmoe.training.guided import GuidedStep
 from scmoe.training.measured import MeasuredState
@@ -146,6 +148,15 @@ def machine(link: str) -> dict[str, str]:
 
 
 def out_file(folder: Path, name: str) -> Path:
-  """FOLDER/NAME.json, the folder made."""
-  folder.mkdir(parents=True, exist_ok=True)
+  """FOLDER/NAME.json, the folder made.
+
+  Raises:
+    ConfigError: the name is no file's name, e.g. it has a slash.
+    StorageError: the folder cannot be made.
+  """
+  check_run_name(name, "--name")
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise StorageError(f"--out={folder} cannot be made: {error.strerror}") from None
   return folder / f"{name}.json"

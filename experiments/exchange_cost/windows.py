@@ -36,6 +36,7 @@ from ranking import MODELS, SHARED  # noqa: E402
 from run import fields_of  # noqa: E402
 from shared_state import configured  # noqa: E402
 
+from scmoe.base.errors import run_main  # noqa: E402
 from scmoe.parallel.mesh import batch_sharding  # noqa: E402
 from scmoe.profiling.windows import Window, free_products, program_windows  # noqa: E402
 from scmoe.run import build  # noqa: E402
@@ -122,4 +123,4 @@ def listed(window: Window) -> str:
 
 
 if __name__ == "__main__":
-  main()
+  run_main(lambda argv: main())

@@ -32,6 +32,7 @@ from shared_state import (  # noqa: E402
   step_arm,
 )
 
+from scmoe.base.errors import run_main  # noqa: E402
 from scmoe.profiling.timer import interleave  # noqa: E402
 from scmoe.run.command_line import simulate  # noqa: E402
 from scmoe.training.card import environment, origin  # noqa: E402
@@ -134,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  run_main(lambda argv: main())

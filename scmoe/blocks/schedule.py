@@ -22,9 +22,9 @@ the second chunk is sent behind the steps that stand beside the first (`_sent_be
 
   route | dispatch: chunk 1 | mlp 0 | dispatch: chunk 2 | experts: chunk 1 | attention 1: ...
 
-On the way back a barrier holds the last dense step, here the shared expert, until all chunks but
-the last are back (`_Place.back_before`). So the last chunk's combine has that step beside it, and
-the chunk before has the last chunk's experts and what stands between these and that step.
+On the way back a barrier holds the shared expert until all chunks but the last are back
+(`_Place.back_before`). So the last chunk's combine has the shared expert beside it, and that of the
+chunk before has the last chunk's experts and what stands between these and the shared expert.
 """
 
 from __future__ import annotations
@@ -185,8 +185,10 @@ def make_schedule(
     for start, before in zip(starts, earlier)
   ]
   if overlap.order == "barriers" and overlap.flight == 1:
-    in_parts = lambda place: {"sent": _sent_behind(place), "back_before": len(dense) - 1}
-    places = [dataclasses.replace(place, **in_parts(place)) for place in places]
+    shared = len(dense) - 1 if wiring.shared_expert else None
+    places = [
+      dataclasses.replace(place, sent=_sent_behind(place), back_before=shared) for place in places
+    ]
   order = ""
   # Batches can take turns only if barriers keep the order (`in_turns`).
   if overlap.order == "barriers" or overlap.flight > 1:
@@ -221,8 +223,8 @@ class _Place:
       unit, so no barrier holds it behind the end of that unit (`earlier_steps`).
     ahead: before the next unit's route and dispatch; None: this unit does not begin them.
     sent: before the dispatch of each chunk, the first at `start`; (): all are sent at `start`.
-    back_before: before the step that waits, in the forward pass, until all chunks but the last are
-      back, if that is behind all experts; None: no step waits.
+    back_before: before the shared expert, which waits in the forward pass until all chunks but the
+      last are back, if all experts stand before it, chunk by chunk; None: it does not wait.
   """
 
   start: int
@@ -261,7 +263,8 @@ class _Place:
     if position == max((*self.experts, *self.back) if apart else self.experts):
       steps.append(Step(COMBINE, gating=gating))
     chunks = len(self.experts)
-    if chunks > 1 and position == self.back_before and position >= max(*self.experts, *self.back):
+    in_order = chunks > 1 and list(self.experts) == sorted(self.experts)
+    if in_order and max(*self.experts, *self.back) <= position == self.back_before:
       steps.append(Step(BARRIER, gating=gating, direction="forward", chunk=chunks - 2))
     return steps
 

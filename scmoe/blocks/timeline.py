@@ -319,9 +319,9 @@ def describe(
 ) -> str:
   """A text: the schedule, if given; sums of times; each slot's makespan; and a timeline.
 
-  Each slot's line also has its hidden share. The timeline is that of the best number of chunks
-  (`best_chunks`), whose length has a line if they are several; it is `width` characters wide
-  without its labels.
+  Each slot's line also has its hidden share, and the best one's says so unless all are as good. The
+  timeline is that of the best number of chunks (`best_chunks`), whose length has a line if they are
+  several; it is `width` characters wide without its labels.
 
   Raises:
     ConfigError: `times` is no `Times`.
@@ -339,8 +339,9 @@ def describe(
   if times.earlier:
     time = sum(time for _, time in times.earlier)
     lines.append(f"earlier window in the pair before: {time:.3g} {unit}, not counted below")
+  differ = len({round(makespan(times, slot), 9) for slot in times.slots}) > 1
   for slot in times.slots:
-    mark = " <- best" if slot == best else ""
+    mark = " <- best" if slot == best and differ else ""
     lines.append(
       f"experts after {slot}: {makespan(times, slot):.3g} {unit}, "
       f"{100 * hidden_share(times, slot):.0f} % hidden{mark}"

@@ -229,7 +229,7 @@ def wait(x: Array, chunk: int) -> Array:
   return x
 
 
-# What exchanges have brought, while the call of a transport is traced; see `arrivals`.
+# What a transport's `combine` has brought back, while it is traced; see `arrivals`.
 _ARRIVALS: contextvars.ContextVar[list[Array] | None] = contextvars.ContextVar(
   "arrivals", default=None
 )
@@ -237,9 +237,10 @@ _ARRIVALS: contextvars.ContextVar[list[Array] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def arrivals() -> Iterator[list[Array]]:
-  """Collects the rows that exchanges bring, in their order, so that other values can wait for them.
+  """Collects the rows that a transport's `combine` brings back, chunk by chunk.
 
-  The list stays empty without an exchange.
+  Other values can so wait for them. The list stays empty where the transport does not call
+  `Exchange.arrived`, and without an exchange.
   """
   brought: list[Array] = []
   token = _ARRIVALS.set(brought)
@@ -247,14 +248,6 @@ def arrivals() -> Iterator[list[Array]]:
     yield brought
   finally:
     _ARRIVALS.reset(token)
-
-
-def arrived(x: Array) -> Array:
-  """x, which an exchange has brought; `arrivals`, if it collects, keeps it."""
-  brought = _ARRIVALS.get()
-  if brought is not None:
-    brought.append(x)
-  return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,10 +292,21 @@ class Exchange:
     if self.silent:
       # Without an exchange between them, XLA would fuse the operations before and after it, and
       # the program without exchanges would do less work than the one with them.
-      return arrived(barrier(x))
+      return barrier(x)
     if self.nodes == 1:
-      return arrived(jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True))
-    return arrived(_hierarchical(x, self))
+      return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
+    return _hierarchical(x, self)
+
+  def arrived(self, x: Array) -> Array:
+    """Rows that an exchange has brought back; `arrivals`, if it collects, keeps them.
+
+    A transport gives them as the backward pass keeps them (`checkpoint_name`): what waits for them
+    would otherwise have a recomputed forward pass exchange them again.
+    """
+    brought = _ARRIVALS.get()
+    if brought is not None and self.size > 1:
+      brought.append(x)
+    return x
 
   # Transports send rows to the experts by this name, and the experts' results back by the other, so
   # that a subclass can let rows travel to the experts in another form. Here it is one method.

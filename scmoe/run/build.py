@@ -128,19 +128,29 @@ class Built:
 
     The slots are those of a modelled slow link. Where communication is short, the run as configured
     hides it already. In slots the experts' kernels run beside transfers, so they leave
-    multiprocessors to these, unless the user or `train.tune` has set the number of CTAs.
+    multiprocessors to NCCL, unless the user or `train.tune` has set the number of CTAs.
     """
     times = modelled_times(self.varied(best), "h200-slow")
     chunks = max(2, best.chunks or self.run.dispatch.chunks)
     assert times is not None
     slots = ", ".join(chunk_slots(times, chunks))
-    ffn, num_sms = self.run.model.ffn, best.num_sms
-    kernels = ffn.may_have_kernels and has_kernels(self.mesh.devices.flat[0])
-    if num_sms is None and ffn.num_sms == 0 and kernels:
+    num_sms = best.num_sms
+    if num_sms is None and self._kernels_beside_nccl(best):
       num_sms = sms_beside_exchanges()
     return dataclasses.replace(
       best, chunks=chunks, schedule=slots, order="barriers", num_sms=num_sms
     )
+
+  def _kernels_beside_nccl(self, variant: Variant) -> bool:
+    """Whether kernels compute the experts, with as many CTAs as they like, beside NCCL's.
+
+    Not with `capacity`, whose padded experts take XLA's products or eight CTAs a multiprocessor,
+    nor with `put`, whose rows no kernel of NCCL moves.
+    """
+    run, ffn = self.varied(variant), self.run.model.ffn
+    sorted_rows = run.dispatch.transport in ("packed", "dropless", "per_rank")
+    free = ffn.num_sms == 0 and ffn.may_have_kernels
+    return sorted_rows and free and has_kernels(self.mesh.devices.flat[0])
 
   @property
   def config(self) -> dict[str, Any]:

@@ -304,11 +304,23 @@ class RunConfig(Options):
     sharers = expert_shards(mesh.expert, self.model.num_experts)
     dispatch.check_shards(sharers)
     dispatch.check_fp8()
-    gathers = 0 in (dispatch.adaptive_r, *tuned_values(self.train.tune).get("adaptive_r", ()))
+    tuned = tuned_values(self.train.tune)
+    gathers = 0 in (dispatch.adaptive_r, *tuned.get("adaptive_r", ()))
     if gathers and mesh.expert > sharers:
       dispatch.check_gathers(repr(self.model.experts), own=is_import_path(self.model.experts))
-    for transport in tuned_values(self.train.tune).get("transport", ()):
+    for transport in tuned.get("transport", ()):
       dispatch.check_candidate(transport)
+    if "num_sms" in tuned and not self.model.ffn.may_have_kernels:
+      raise ConfigError(
+        f"train.tune={self.train.tune!r} tries num_sms, which only kernels read, and XLA's or "
+        "MegaBlocks' products compute the experts; leave it out, or set model.ffn.backend=auto and "
+        "model.ffn.impl=auto"
+      )
+    if dispatch.transport == "put" and dispatch.nodes > 1:
+      raise ConfigError(
+        f"dispatch.transport=put works within one host, got dispatch.nodes={dispatch.nodes}; use "
+        "dispatch.transport=dropless"
+      )
     if mesh.expert // sharers % dispatch.nodes:
       raise ConfigError(
         f"dispatch.nodes={dispatch.nodes} does not divide the {mesh.expert // sharers} devices "

@@ -74,8 +74,10 @@ class Decisions:
         stored = read_json(self.file, {"for": dict, "chosen": dict})
         if stored["for"] == self._identity():
           found = stored_variant(stored["chosen"], str(self.file)).given
-      except (FileNotFoundError, StoredError):
-        found = None  # schedule.json is missing or cannot be used: search again
+      except FileNotFoundError:
+        found = None
+      except StoredError as error:
+        warn(f"{error}; the search begins anew")
     found = from_all_processes({"found": found})[0]["found"]
     return None if found is None else Variant(**found)
 

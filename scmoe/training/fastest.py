@@ -318,4 +318,6 @@ def _fastest(
   except jax.errors.JaxRuntimeError as error:
     problem = " ".join(str(error).split())[:200]
     say(f"schedule: nothing was measured ({problem}); going on as configured")
+  finally:
+    search.give_up_trace()
   return search.chosen

@@ -27,7 +27,7 @@ from scmoe.training.host_update import host_step_of
 from scmoe.training.lowered import lower
 
 Collect = Callable[[str, Program], bytes]
-# Most steps that try to start the profiler while another trace is running.
+# Most traces that a step gives up, or cannot start because another one is running.
 PATIENCE = 20
 # Steps before the profile: the first call of a program loads its kernels, which takes time.
 WARM_UP = 1
@@ -56,6 +56,8 @@ class GuidedStep:
   repeats, repeated = False, 0
   # Whether a `RepeatingStep` ran its last step with overflow rounds from the start; here False.
   ran_looped = False
+  # Whether a search (`scmoe.training.search.Search`) has not chosen yet; here False.
+  undecided = False
 
   def __init__(
     self,
@@ -80,8 +82,10 @@ class GuidedStep:
     self.called = False
     # Compiles the program when `finish` calls it; None: no compilation is waiting.
     self.waiting: Callable[[], None] | None = None
-    # Number of traces that could not be started.
+    # Number of traces that could not be started, or were given up.
     self.refused = 0
+    # Whether no call may profile for now (`hold_profiling`).
+    self.held = False
     self.trace: tempfile.TemporaryDirectory[str] | None = None
 
   @property
@@ -155,15 +159,28 @@ class GuidedStep:
     """Runs the step again that left rows over; here nobody calls it."""
     return self(*args)
 
-  def stop_profiling(self) -> None:
-    """Gives up the trace of a profile under way, if there is one; later calls begin a new one.
+  def give_up_trace(self) -> None:
+    """Ends the trace of a profile under way, if there is one, unread; later calls begin a new one.
 
-    jax takes one trace at a time, and a profile needs a trace of this program's calls alone.
+    jax takes one trace at a time, and a profile needs a trace of this program's calls alone. After
+    `PATIENCE` traces the step goes on without a profile.
     """
-    if self.trace is not None:
+    if self.trace is None:
+      return
+    trace, self.trace = self.trace, None
+    self.calls_to_profile = self.overlap.ablation.profile_runs
+    try:
       jax.profiler.stop_trace()
-      self.trace.cleanup()
-      self.trace, self.calls_to_profile = None, self.overlap.ablation.profile_runs
+    except Exception as error:  # the profiler, or the disk on which it writes
+      warn(f"a trace for profile-guided scheduling was lost: {type(error).__name__}: {error}")
+    trace.cleanup()
+    self._refused("other programs ran while it was profiled")
+
+  def hold_profiling(self, held: bool) -> None:
+    """Whether calls may profile for now; `held` gives up the trace of a profile under way."""
+    if held:
+      self.give_up_trace()
+    self.held = held
 
   def __call__(self, *args: Any) -> Any:
     """Runs one step; the first calls may compile and profile."""
@@ -171,11 +188,13 @@ class GuidedStep:
       self.compile(*args)
     self.finish()
     assert self.program is not None
-    if self.calls_to_profile == self.overlap.ablation.profile_runs:
+    runs = self.overlap.ablation.profile_runs
+    held = self.held and self.calls_to_profile <= runs
+    if self.calls_to_profile == runs and not held:
       self._begin_trace()
     out = host_step_of(self.step, self.program)(*args)
     self.called = True
-    if self.calls_to_profile:
+    if self.calls_to_profile and not held:
       self.calls_to_profile -= 1
       if not self.calls_to_profile:
         jax.block_until_ready(out)
@@ -211,12 +230,15 @@ class GuidedStep:
     if started:
       jax.profiler.stop_trace()
     trace.cleanup()
+    self.calls_to_profile += 1
+    self._refused("another trace is running")
+
+  def _refused(self, why: str) -> None:
+    """Counts a trace without a profile; the last one that `PATIENCE` allows ends the attempts."""
     self.refused += 1
-    if self.refused < PATIENCE:
-      self.calls_to_profile += 1
-    else:
+    if self.refused >= PATIENCE:
       self.calls_to_profile = 0
-      self.say("profile-guided scheduling: another trace is running; going on without a profile")
+      self.say(f"profile-guided scheduling: {why}; going on without a profile")
 
   def _finish_trace(self) -> None:
     assert self.program is not None

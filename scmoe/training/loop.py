@@ -331,6 +331,11 @@ class Run:
     """
     train = self.train
     self.flush()
+    if self.step_fn.undecided and self.step > self.began_at:
+      self.journal.say(
+        f"train.tune={train.tune!r}: this start ended before all candidates were measured, so none "
+        "was chosen; give the run more train.steps, or a smaller train.tune_rounds"
+      )
     self.save(final=True)
     if self.step < train.steps:
       raise Preempted(
@@ -358,6 +363,7 @@ class Run:
         wait for one that has ended.
     """
     self.watchdog.disarm()
+    self.step_fn.give_up_trace()
     try:
       self._stop_trace()
     except Exception as error:  # the profiler, or the disk on which it writes
@@ -638,18 +644,21 @@ class Run:
     train = self.train
     if train.profile_step and self.step + 1 == train.profile_step:
       self.flush()
-      step_fn.stop_profiling()
+      step_fn.hold_profiling(True)
       jax.profiler.start_trace(str(self.workdir / "profile"))
       self.tracing = True
     elif self.tracing and self.step + 1 >= train.profile_step + train.profile_steps:
       self.flush()
       self._stop_trace()
+      step_fn.hold_profiling(False)
 
   def _stop_trace(self) -> None:
     """Writes the trace that was started, if one is being taken."""
     if self.tracing:
       self.tracing = False
       jax.profiler.stop_trace()
+      first = self.train.profile_step
+      self.journal.say(f"trace of steps {first} to {self.step}: {self.workdir / 'profile'}")
 
   def _meta(self) -> dict[str, Any]:
     """The description of run and step in a checkpoint, JSON-able."""

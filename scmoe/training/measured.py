@@ -10,10 +10,10 @@ overflowed (experiments/LOG.md, 2026-11-27).
 
 So the embeddings of tokens, and of the patches of images, are `SPREAD` times as large as a run
 initialises them. What tells tokens apart then outweighs what fresh layers add to all tokens alike,
-which grows with the width, and experts are loaded as evenly as by a trained router. In three blocks
-of width 1536 the fullest of eight experts got 1.09, 1.22 and 1.06 times the mean load. With
-embeddings only ten times as large it was 1.09, 2.31 and 1.92, and one of two devices got 1.32 times
-its share, where the first round had room for 1.25 (experiments/LOG.md, 2026-11-30).
+which grows with the width, and experts are loaded about evenly. In three blocks of width 1536 the
+fullest of eight experts got 1.09, 1.22 and 1.06 times the mean load. With embeddings only ten times
+as large it was 1.09, 2.31 and 1.92, and one of two devices got 1.32 times its share, where the
+first round had room for 1.25 (experiments/exchange_cost/loads.py).
 
 A timed step changes no parameter: each is step -1, whose learning rate is 0
 (`scmoe.training.optimizer.make_schedule`). Even the smallest learning rate of a warm-up would

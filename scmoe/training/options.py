@@ -6,6 +6,7 @@ They have a module of their own so that a run's configuration can be read withou
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib.util
 from typing import Any
 
@@ -27,20 +28,31 @@ def tuned_values(text: str) -> dict[str, list[Any]]:
   """The values that `train.tune` gives each of its fields; {} for the empty text.
 
   Raises:
-    ConfigError: a name is not in `TUNABLE`, or a value is neither one of its words nor, where it
-      has none, a whole number from 0 on. Whether the run can have that number is not checked here.
+    ConfigError: a name is not in `TUNABLE`, or named twice; a value is neither one of its words
+      nor, where it has none, a whole number from 0 on; or a value is given twice. Whether the run
+      can have that number is not checked here.
   """
   found: dict[str, list[Any]] = {}
+  where = f"train.tune={text!r}"
   for part in text.split():
-    name, _, values = part.partition("=")
-    words = TUNABLE.get(name, ())
-    wrong = [v for v in values.split(",") if not (v in words if words else v.isdecimal())]
-    if name not in TUNABLE or wrong:
+    name, _, given = part.partition("=")
+    if name not in TUNABLE:
+      near = difflib.get_close_matches(name, TUNABLE, n=1)
+      hint = f"did you mean {near[0]!r}? " if near else ""
       raise ConfigError(
-        f"train.tune={text!r}: {part!r} is not of the form NAME=N,N with a NAME of: "
-        f"{', '.join(TUNABLE)}; e.g. 'adaptive_r=0,1 chunks=1,2'"
+        f"{where}: {name!r} is none of {', '.join(TUNABLE)}; {hint}"
+        "write NAME=VALUE,VALUE without spaces, e.g. 'adaptive_r=0,1 chunks=1,2'"
       )
-    found[name] = [v if words else int(v) for v in values.split(",")]
+    words, values = TUNABLE[name], given.split(",")
+    for value in values:
+      if not (value in words if words else value.isdecimal()):
+        kind = f"one of {', '.join(words)}" if words else "a whole number from 0 on"
+        raise ConfigError(
+          f"{where}: {name} takes {kind}, got {value!r}; write {name}=VALUE,VALUE without spaces"
+        )
+    if name in found or len(set(values)) < len(values):
+      raise ConfigError(f"{where} names {name}, or one of its values, twice; leave one out")
+    found[name] = [value if words else int(value) for value in values]
   return found
 
 

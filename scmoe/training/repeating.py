@@ -164,7 +164,7 @@ class RepeatingStep(GuidedStep):
     """
     over = bool((np.asarray(jax.device_get(arrays["rounds"])) > 1).any())
     if over:  # the program with loops runs next, perhaps for long
-      self.stop_profiling()
+      self.give_up_trace()
     if self.pace.note(over):
       if self.pace.looped:
         self.say(

@@ -143,6 +143,11 @@ class Search:
     return self.chosen is not None and self.best.settled
 
   @property
+  def undecided(self) -> bool:
+    """Whether no variant has been chosen yet."""
+    return self.chosen is None
+
+  @property
   def variant(self) -> Variant:
     """The chosen variant; before the choice, the configured one."""
     return self.chosen or Variant()
@@ -208,10 +213,15 @@ class Search:
     """See `RepeatingStep.again`."""
     return self._counted(self.best.again(*args))
 
-  def stop_profiling(self) -> None:
-    """See `GuidedStep.stop_profiling`; of all variants."""
+  def give_up_trace(self) -> None:
+    """See `GuidedStep.give_up_trace`; of all variants."""
     for variant in self.steps.variants:
-      self.steps.step(variant).stop_profiling()
+      self.steps.step(variant).give_up_trace()
+
+  def hold_profiling(self, held: bool) -> None:
+    """See `GuidedStep.hold_profiling`; of all variants so far."""
+    for variant in self.steps.variants:
+      self.steps.step(variant).hold_profiling(held)
 
   def compile(self, *args: Any) -> None:
     """Compiles the first candidate that the model takes, for arguments of these shapes.
@@ -234,11 +244,15 @@ class Search:
     assert self._visit is not None
     variant, counts = self._visit
     jax.block_until_ready(state)
-    start = self._clock()
+    start, repeated = self._clock(), self.steps.step(variant).repeated
     result = jax.block_until_ready(self.steps(state, batch, variant))
-    if counts:
-      self.measured.setdefault(variant, []).append(self._clock() - start)
     self._calls += 1
+    if counts:
+      if self.steps.step(variant).repeated > repeated:
+        # Rows were left over: the time is that of two steps, and perhaps of a compilation. After a
+        # few such steps all run with loops (`Pace`), and their times count.
+        return self._counted(result)
+      self.measured.setdefault(variant, []).append(self._clock() - start)
     self._visit = next(self._visits, None)
     if self._visit is None:
       self._choose()
@@ -441,6 +455,7 @@ class Search:
     best = tried.index(self._best()[0]) if self.measured else 0
     best = from_all_processes({"best": best})[0]["best"]
     self.chosen = tried[best]
+    self.give_up_trace()  # of a variant that was not chosen nothing else would end it
     if len(tried) > 1:
       _, why = self._best()
       told = (f"{c}: {_told(timing)}, {why[c]}" for c, timing in self.timings().items())

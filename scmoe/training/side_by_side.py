@@ -83,7 +83,10 @@ def train_side_by_side(trainers: Sequence[Trainer]) -> list[TrainState]:
       for trainer, workdir in zip(trainers, workdirs)
     ]
     try:
-      return _Together(lanes).run()
+      together = _Together(lanes)
+      with contextlib.ExitStack() as ending:
+        ending.callback(together.step_fn.give_up_trace)
+        return together.run()
     finally:
       for lane in lanes:
         lane.close()

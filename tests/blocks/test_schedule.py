@@ -261,12 +261,12 @@ def test_each_chunk_has_a_step():
     make("mlp 0, attention 1", 3)
 
 
-def test_the_last_dense_step_waits_until_all_chunks_but_the_last_are_back():
+def test_the_shared_expert_waits_until_all_chunks_but_the_last_are_back():
   """The last chunk's combine then has this step beside it, which XLA might give to the others."""
 
-  def waiting(slots, chunks, **overlap):
+  def waiting(slots, chunks, wiring="scmoe_pos2", **overlap):
     overlap = OverlapConfig(schedule=slots, **{"order": "barriers", **overlap})
-    steps = make_schedule(WIRINGS["scmoe_pos2"], 2, overlap, chunks).steps
+    steps = make_schedule(WIRINGS[wiring], 2, overlap, chunks).steps
     back = [step.operation for step in steps].index("combine")
     held = [i for i, step in enumerate(steps) if i > back and step.operation == BARRIER]
     return [(steps[i].chunk, steps[i].direction, steps[i + 1].name) for i in held]
@@ -278,6 +278,8 @@ def test_the_last_dense_step_waits_until_all_chunks_but_the_last_are_back():
   assert waiting(f"mlp 0, {seam}", 2, flight=2) == []
   assert waiting(seam, 1) == []
   assert waiting("shared expert", 2) == []  # no dense step is behind the experts
+  assert waiting(f"{seam}, mlp 0", 2) == [], "the first chunk would be back last"
+  assert waiting("mlp 0", 2, "farskip_routed") == [], "no shared expert"
 
 
 def behind_dispatches(slots, chunks, wiring="scmoe_pos2", blocks=2, **overlap):

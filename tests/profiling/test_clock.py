@@ -153,6 +153,15 @@ def test_all_exchanges_of_a_step_are_found(fields):
   assert exchanges_alone(step_of(fields, silent=True)[0], mesh) is None
 
 
+@pytest.mark.parametrize("transport", ["capacity", "packed"])
+def test_a_recomputed_forward_pass_exchanges_no_row_again(transport):
+  """Though a barrier has the shared expert wait for the first chunk's rows, there and back."""
+  fields = {"dispatch.transport": transport, "dispatch.chunks": "2", "train.remat": "full"}
+  fields |= {"overlap.order": "barriers", "overlap.schedule": "mlp 0, attention 1: projections"}
+  (found,) = exchanges_of(step_of(fields)[0])
+  assert found.count == 2 * 2 * 2 * 2
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_all_puts_of_a_step_are_found_and_run_alone(chunks):
   """Each of two pairs puts tokens into tiles, slots into tiles, and tiles into slots twice.

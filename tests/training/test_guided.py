@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from scmoe.blocks.options import OverlapAblation, OverlapConfig
-from scmoe.training.guided import GuidedStep
+from scmoe.training.guided import PATIENCE, GuidedStep
 
 ON = OverlapConfig(ablation=OverlapAblation(profile_runs=2))
 OFF = OverlapConfig(ablation=OverlapAblation(profile_guided=False))
@@ -155,17 +155,62 @@ def test_a_trace_that_does_not_end_is_not_waited_for(tmp_path, monkeypatch):
   assert "another trace is running" in said[0]
 
 
-def test_a_profile_that_is_given_up_begins_anew(tmp_path, traces):
+def test_a_trace_that_is_given_up_begins_anew(tmp_path, traces):
   """jax takes one trace at a time, and another program's steps do not belong in this one."""
   step = FakeStep()
   run = guided(step, tmp_path)
-  run.stop_profiling()
+  run.give_up_trace()
   assert traces == [], "nothing was under way"
   for x in range(2):
     run(x)
-  run.stop_profiling()
+  run.give_up_trace()
   assert traces == ["start", "stop"]
   for x in range(3):
     run(x)
   assert traces == ["start", "stop"] * 2
   assert step.calls == [1, 1, 1, 1, 2]
+
+
+def test_a_step_whose_traces_are_given_up_goes_on_without_a_profile(tmp_path, traces):
+  said, step = [], FakeStep()
+  run = guided(step, tmp_path, say=said.append)
+  for x in range(2 * PATIENCE):
+    run(x)
+    run.give_up_trace()
+  assert run.settled
+  assert traces == ["start", "stop"] * PATIENCE
+  assert said == [
+    "profile-guided scheduling: other programs ran while it was profiled; going on without a "
+    "profile"
+  ]
+
+
+def test_no_call_profiles_while_the_users_trace_runs(tmp_path, traces):
+  """However long it is: refusals of another's trace are counted, and end the attempts."""
+  step = FakeStep()
+  run = guided(step, tmp_path)
+  run(0)
+  run.hold_profiling(True)
+  for x in range(2 * PATIENCE):
+    run(x)
+  assert traces == []
+  assert not run.settled
+  run.hold_profiling(False)
+  for x in range(3):
+    run(x)
+  assert traces == ["start", "stop"]
+  assert step.calls[-1] == 2
+
+
+def test_a_trace_that_cannot_be_ended_is_a_warning(tmp_path, monkeypatch, capsys):
+  def stop():
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: None)
+  monkeypatch.setattr(jax.profiler, "stop_trace", stop)
+  run = guided(FakeStep(), tmp_path)
+  for x in range(2):
+    run(x)
+  run.give_up_trace()
+  assert run.trace is None
+  assert "No space left" in capsys.readouterr().err

@@ -355,14 +355,17 @@ def test_a_run_that_ends_within_its_trace_writes_it(mesh8, tmp_path, monkeypatch
   assert calls == [str(tmp_path / "profile"), "stop"]
 
 
-def test_the_step_gives_up_its_trace_before_the_users_begins(mesh8, tmp_path, monkeypatch):
+def test_the_step_gives_up_its_trace_before_the_users_begins(mesh8, tmp_path, monkeypatch, capsys):
   """jax takes one trace at a time, and would refuse the second by an error."""
   calls = []
-  monkeypatch.setattr(GuidedStep, "stop_profiling", lambda step: calls.append("given up"))
+  hold = lambda step, held: calls.append("held" if held else "free")
+  monkeypatch.setattr(GuidedStep, "hold_profiling", hold)
+  monkeypatch.setattr(GuidedStep, "give_up_trace", lambda step: calls.append("given up"))
   monkeypatch.setattr(jax.profiler, "start_trace", calls.append)
   monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
   trainer(mesh8, tmp_path, steps=4, profile_step=3, profile_steps=1).run()
-  assert calls == ["given up", str(tmp_path / "profile"), "stop"]
+  assert calls == ["held", str(tmp_path / "profile"), "stop", "free", "given up"]
+  assert f"trace of steps 3 to 3: {tmp_path / 'profile'}" in capsys.readouterr().out
 
 
 def test_checkpoint_comes_before_an_evaluation_that_fails(mesh8, tmp_path):

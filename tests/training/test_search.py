@@ -42,7 +42,8 @@ class FakeStep:
     self.waiting, self.refuses = None, lambda: None
 
   compiles_next = repeats = False
-  forget = lambda self: None
+  repeated = 0
+  forget = give_up_trace = lambda self: None
 
   @property
   def settled(self):

@@ -1,6 +1,7 @@
 """Runtime switching moves no parameter and changes no result."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -96,10 +97,17 @@ def test_candidates():
   assert parse_candidates("") == (Variant(),)
   assert len(parse_candidates("adaptive_r=0,1 chunks=1,2,4")) == 6
   assert parse_candidates("num_sms=0,124") == (Variant(num_sms=0), Variant(num_sms=124))
-  with pytest.raises(ConfigError, match="'top_k=1,2' is not of the form NAME=N,N with a NAME of"):
-    parse_candidates("top_k=1,2")
-  with pytest.raises(ConfigError, match=r"train.tune='chunks=a'"):
-    parse_candidates("chunks=a")
+  for text, told in (
+    ("top_k=1,2", "'top_k' is none of adaptive_r, chunks, transport, num_sms; write NAME="),
+    ("num_sm=0,124", "did you mean 'num_sms'"),
+    ("chunks=a", "train.tune='chunks=a': chunks takes a whole number from 0 on, got 'a'"),
+    ("chunks=1, 2", "got ''; write chunks=VALUE,VALUE without spaces"),
+    ("transport=droples,packed", "takes one of capacity, packed, dropless, per_rank, got 'drop"),
+    ("chunks=1,2,1", "names chunks, or one of its values, twice"),
+    ("chunks=1 chunks=2", "names chunks, or one of its values, twice"),
+  ):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+      parse_candidates(text)
 
 
 def test_the_blocks_of_the_experts_kernels_are_the_variant_s(built):
@@ -155,7 +163,10 @@ def test_what_auto_tries(built, run, monkeypatch):
   for given in ({"num_sms": 132}, {"backend": "xla"}, {"impl": "batched"}):
     ffn = dataclasses.replace(run.model.ffn, **given)
     taken = tried(model=dataclasses.replace(run.model, ffn=ffn))[-1]
-    assert taken(plain).num_sms is None, given
+    assert taken(packed).num_sms is None, given
+  assert in_slots(plain).num_sms is None, "padded experts"
+  put = dataclasses.replace(run.dispatch, transport="put")
+  assert tried(dispatch=put)[-1](plain).num_sms is None, "NCCL moves no rows"
   assert built.variant(found), "names that the schedule knows"
   assert tried(dispatch=chunks)[-1](plain).chunks == 2
   lossless = dataclasses.replace(run.dispatch, transport="dropless")

@@ -202,6 +202,7 @@ class Capacity:
     back = []
     for part in sent.rows:
       rows_WeCD = checkpoint_name(self.exchange.all_to_all(part), "moe_rows")
+      rows_WeCD = self.exchange.arrived(rows_WeCD)
       back.append(rows_WeCD.reshape(-1, rows_WeCD.shape[-1]))
     return sum_chunks(tuple(back), sent.weight_TK, sent.permutations)
 

@@ -220,7 +220,7 @@ class Dropless:
       rows_RD = self._returning(rows_RD, plan)
       packed = rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1])
       ours_RD = self.exchange.all_to_all(packed).reshape(rows_RD.shape)
-      back.append(checkpoint_name(ours_RD, "moe_rows"))
+      back.append(self.exchange.arrived(checkpoint_name(ours_RD, "moe_rows")))
     return self._added_up(sent, back)
 
   def _added_up(self, sent: Dispatched, back: list[Array]) -> Array:

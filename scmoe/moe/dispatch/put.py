@@ -55,7 +55,7 @@ from scmoe.kernels.put import apart, put_rows, takes, with_room_for_tags
 from scmoe.moe.dispatch.dropless import Chunk, Dropless, Queues, in_window, make_window
 from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.barriers import barrier
-from scmoe.parallel.collectives import Exchange, arrived, wait
+from scmoe.parallel.collectives import Exchange, wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +112,9 @@ class Put(Dropless):
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Puts the outputs back into their choices' slots, and adds them up; see `Dropless.combine`."""
+    put_back = lambda rows_RD, plan: _put_back(rows_RD, plan.origin_R, plan.places)
     back = [
-      checkpoint_name(arrived(_put_back(rows_RD, plan.origin_R, plan.places)), "moe_rows")
+      self.exchange.arrived(checkpoint_name(put_back(rows_RD, plan), "moe_rows"))
       for rows_RD, plan in zip(sent.rows, sent.plans, strict=True)
     ]
     return self._added_up(sent, back)

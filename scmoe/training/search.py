@@ -28,6 +28,10 @@ from scmoe.training.variants import Change, StepVariants, Variant
 
 # With `on_best`, timed steps of a candidate, by which the next candidate's base is chosen.
 GLANCES = 3
+# Most times that a timed step is run anew because it ran twice, with rows left over: its time would
+# be that of two steps, and perhaps of a compilation. After a few such steps `Pace` has all run with
+# loops from the start, and times count.
+AGAIN = 8
 
 
 def against(candidate: Timing, kept: Timing, margin: float) -> tuple[bool, str]:
@@ -132,6 +136,8 @@ class Search:
     self._keep, self._say, self._clock = keep, say, clock
     self._given: tuple[Any, ...] = ()
     self._began, self._calls = 0.0, 0
+    # How often the present timed step was run anew (`AGAIN`).
+    self._again = 0
     self._visits = self._plan()
     self._visit: tuple[Variant, bool] | None = None
     # Whether the next call is a candidate's last glance: at its end another may be compiled.
@@ -248,10 +254,10 @@ class Search:
     result = jax.block_until_ready(self.steps(state, batch, variant))
     self._calls += 1
     if counts:
-      if self.steps.step(variant).repeated > repeated:
-        # Rows were left over: the time is that of two steps, and perhaps of a compilation. After a
-        # few such steps all run with loops (`Pace`), and their times count.
+      if self.steps.step(variant).repeated > repeated and self._again < AGAIN:
+        self._again += 1
         return self._counted(result)
+      self._again = 0
       self.measured.setdefault(variant, []).append(self._clock() - start)
     self._visit = next(self._visits, None)
     if self._visit is None:

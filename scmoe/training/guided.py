@@ -171,9 +171,9 @@ class GuidedStep:
     self.calls_to_profile = self.overlap.ablation.profile_runs
     try:
       jax.profiler.stop_trace()
+      trace.cleanup()
     except Exception as error:  # the profiler, or the disk on which it writes
       warn(f"a trace for profile-guided scheduling was lost: {type(error).__name__}: {error}")
-    trace.cleanup()
     self._refused("other programs ran while it was profiled")
 
   def hold_profiling(self, held: bool) -> None:

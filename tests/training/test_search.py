@@ -354,7 +354,7 @@ def test_one_that_cannot_run_as_configured_ends_all_processes(fails, words, monk
   assert asked == [not fails]
 
 
-def test_the_decision_says_what_it_rests_on_and_is_found_again(tmp_path):
+def test_the_decision_says_what_it_rests_on_and_is_found_again(tmp_path, capsys):
   config = {"model": {"width": 8}, "train": {"batch_size": 4, "steps": 10}, "data": {"seq_len": 8}}
   kept = Decisions(tmp_path / "schedule.json", config)
   assert kept.known() is None
@@ -373,6 +373,9 @@ def test_the_decision_says_what_it_rests_on_and_is_found_again(tmp_path):
   assert kept.known() is None, "of another version"
   kept.file.write_text(json.dumps({**stored, "chosen": {"adaptive_r": -1}}))
   assert kept.known() is None, "a number that no search writes"
+  told = capsys.readouterr().err
+  assert str(kept.file) in told
+  assert "the search begins anew" in told
   kept.file.write_text(json.dumps(stored)[:50])
   assert kept.known() is None, "half a file is none"
 

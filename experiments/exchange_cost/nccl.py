@@ -5,9 +5,10 @@
   NCCL_P2P_DISABLE=1 NCCL_DEBUG=INFO python experiments/exchange_cost/nccl.py | grep -i channel
 
 A program has four or twenty collectives one after the other; the time of one is the difference of
-the two, medians of seven calls, over sixteen. Prints one line: NCCL's settings, then for each size
-in MB (10^6 bytes) a device the time and the bytes that leave a device a second: of an all-to-all
-those for other devices, of a sum over W devices 2 (W - 1) / W times its size, as in a ring.
+the two, medians of seven calls in turns, over sixteen. Prints one line: NCCL's settings, then for
+each size in MB (10^6 bytes) a device the time and the bytes that leave a device a second: of an
+all-to-all those for other devices, of a sum over W devices 2 (W - 1) / W times its size, as in a
+ring.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -28,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scmoe.base.errors import ConfigError, run_main
+from scmoe.profiling.timer import interleave, repeated
 
 WIDTH = 1280
 SHORT, LONG = 4, 20
@@ -43,16 +43,6 @@ def chain(collective, count: int, mesh):
     return x
 
   return jax.jit(program)
-
-
-def seconds(program, x) -> float:
-  """Median of seven calls, after two that compile and connect."""
-  times = []
-  for _ in range(9):
-    start = time.perf_counter()
-    program(x).block_until_ready()
-    times.append(time.perf_counter() - start)
-  return statistics.median(times[2:])
 
 
 def megabytes_of(flag: str, text: str) -> list[float]:
@@ -94,8 +84,11 @@ def main() -> None:
     for megabytes in sizes:
       length = max(1, int(1e6 * megabytes / dtype.dtype.itemsize / WIDTH) // devices) * devices
       x = jax.device_put(jnp.ones((devices * length, WIDTH), dtype), NamedSharding(mesh, P("x")))
-      short, long = (seconds(chain(collective, count, mesh), x) for count in (SHORT, LONG))
-      each = (long - short) / (LONG - SHORT)
+      arms = {str(n): repeated(chain(collective, n, mesh), x) for n in (SHORT, LONG)}
+      for arm in arms.values():
+        arm(2)  # compiles, and connects the devices
+      short, long = interleave(arms, rounds=7, calls=1).values()
+      each = (long.median - short.median) / (LONG - SHORT)
       speed = leaving * megabytes / each / 1e3
       found.append(f"{name} {megabytes:g} MB {1e3 * each:.3f} ms {speed:.1f} GB/s")
   settings = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_"))

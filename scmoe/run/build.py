@@ -147,8 +147,8 @@ class Built:
     Not with `capacity`, whose padded experts take XLA's products or eight CTAs a multiprocessor,
     nor with `put`, whose rows no kernel of NCCL moves.
     """
-    run, ffn = self.varied(variant), self.run.model.ffn
-    sorted_rows = run.dispatch.transport in ("packed", "dropless", "per_rank")
+    kind, ffn = self.varied(variant).dispatch.kind, self.run.model.ffn
+    sorted_rows = kind is not None and kind.in_rounds and kind.exchanges
     free = ffn.num_sms == 0 and ffn.may_have_kernels
     return sorted_rows and free and has_kernels(self.mesh.devices.flat[0])
 

@@ -29,6 +29,7 @@ from scmoe.models.vision.augment import AugmentConfig
 from scmoe.models.vision.options import VisionConfig
 from scmoe.models.vision.stages import check_stages, routed_lengths
 from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.dispatch.options import check_one_host
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.mesh import MeshConfig, expert_shards
 from scmoe.run.bounds import check_bound
@@ -316,11 +317,8 @@ class RunConfig(Options):
         "MegaBlocks' products compute the experts; leave it out, or set model.ffn.backend=auto and "
         "model.ffn.impl=auto"
       )
-    if dispatch.transport == "put" and dispatch.nodes > 1:
-      raise ConfigError(
-        f"dispatch.transport=put works within one host, got dispatch.nodes={dispatch.nodes}; use "
-        "dispatch.transport=dropless"
-      )
+    if dispatch.transport == "put":
+      check_one_host(dispatch.nodes)
     if mesh.expert // sharers % dispatch.nodes:
       raise ConfigError(
         f"dispatch.nodes={dispatch.nodes} does not divide the {mesh.expert // sharers} devices "

@@ -84,9 +84,8 @@ def train_side_by_side(trainers: Sequence[Trainer]) -> list[TrainState]:
     ]
     try:
       together = _Together(lanes)
-      with contextlib.ExitStack() as ending:
-        ending.callback(together.step_fn.give_up_trace)
-        return together.run()
+      stack.callback(together.step_fn.give_up_trace)
+      return together.run()
     finally:
       for lane in lanes:
         lane.close()

@@ -27,6 +27,19 @@ class Kind:
   exchanges: bool = True
 
 
+def check_one_host(nodes: int) -> None:
+  """Checks that rows that `put` writes stay within a host (`dispatch.nodes`).
+
+  Raises:
+    ConfigError: `nodes` is above 1.
+  """
+  if nodes > 1:
+    raise ConfigError(
+      f"dispatch.transport=put works within one host, got dispatch.nodes={nodes}; use "
+      "dispatch.transport=dropless"
+    )
+
+
 # The words of `dispatch.transport`; `make_transport` makes their transports.
 TRANSPORTS = {
   "capacity": Kind(drops=True, in_rounds=False),

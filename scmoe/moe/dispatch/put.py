@@ -53,6 +53,7 @@ from scmoe.kernels.permute import (
 )
 from scmoe.kernels.put import apart, put_rows, takes, with_room_for_tags
 from scmoe.moe.dispatch.dropless import Chunk, Dropless, Queues, in_window, make_window
+from scmoe.moe.dispatch.options import check_one_host
 from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import Exchange, wait
@@ -131,10 +132,9 @@ def check_put(exchange: Exchange) -> None:
       `dispatch.nodes` is larger than 1.
   """
   why = "" if jax.devices()[0].platform == "cpu" else _fault_of_gpus()
-  if not why and exchange.nodes > 1:
-    why = f"works within one host, got dispatch.nodes={exchange.nodes}"
   if why:
     raise ConfigError(f"dispatch.transport=put {why}; use dispatch.transport=dropless")
+  check_one_host(exchange.nodes)
 
 
 def _fault_of_gpus() -> str:

@@ -55,6 +55,16 @@ def test_only_differences_beyond_the_spread_are_decided_and_chosen(tool):
   assert tool.choice(wide) == "c"
 
 
+def test_regret_is_what_the_choice_on_a_cut_costs(tool):
+  """The cut chooses b, whose whole step takes 9 s; c's takes 7."""
+  whole, cut = timings(0.1, a=10.0, b=9.0, c=7.0), timings(0.1, a=5.0, b=4.0, c=4.5)
+  found = tool.compared(whole, cut)
+  assert found["chosen"] == {"cut": "b", "whole": "c"}
+  assert found["regret"] == pytest.approx(9 / 7 - 1)
+  assert (found["pairs"], found["decided"]) == (3, 3)
+  assert found["tau"] == found["tau_decided"] == pytest.approx(1 / 3)
+
+
 def test_the_candidates_differ_and_the_first_is_as_configured(tool):
   variants = list(tool.CANDIDATES.values())
   assert len(set(variants)) == len(variants) >= 6

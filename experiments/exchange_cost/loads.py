@@ -20,8 +20,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from run import fields_of  # noqa: E402
-from shared_state import MODEL, configured  # noqa: E402
+from shared_state import MODEL, configured, fields_of  # noqa: E402
 
 from scmoe.base.errors import run_main  # noqa: E402
 from scmoe.run.command_line import simulate  # noqa: E402

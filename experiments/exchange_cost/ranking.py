@@ -4,10 +4,11 @@
   NCCL_P2P_DISABLE=1 python experiments/exchange_cost/ranking.py --model fine --name slow
   python experiments/exchange_cost/ranking.py --tiny    two simulated devices, to see that it runs
 
-On two GPUs of one host a command takes five to six minutes. Seven candidates of Pos-2 are measured
-twice, all in turns: on the cut that `overlap.schedule=auto` uses (two pairs, one flight of
-microbatches) and on whole steps. Tau is (pairs ranked alike - pairs ranked otherwise) / all pairs:
-1 if both rank alike, 0 if the cut says nothing. `decided` counts only the pairs whose whole steps
+On two GPUs of one host a command takes six to eight minutes. Eight candidates of Pos-2 are measured
+on whole steps and on the cut that `overlap.schedule=auto` uses (two pairs, up to eight groups of
+microbatches), all in turns. `--groups 1` adds a cut of one group, which sums gradients over devices
+as often as one of eight. Tau is (pairs ranked alike - pairs ranked otherwise) / all pairs: 1 if
+both rank alike, 0 if the cut says nothing. `decided` counts only the pairs whose whole steps
 differ by more than their spread. `regret` is how much slower the cut's choice is than the whole
 step's. Writes FOLDER/ranking-MODEL-NAME.json and .txt (--out, runs/exchange_cost by default).
 """
@@ -21,10 +22,11 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from shared_state import StepArm, configured, machine, out_file, prepare  # noqa: E402
+from shared_state import StepArm, configured, fields_of, machine, out_file, prepare  # noqa: E402
 
 from scmoe.base.errors import run_main  # noqa: E402
 from scmoe.profiling.timer import Timing, interleave  # noqa: E402
@@ -65,6 +67,7 @@ CANDIDATES = {
   f"packed after {EARLY}": Variant("packed", EARLY, BARRIERS),
   f"packed, 2 chunks after {SEAM}": Variant("packed", SEAM, BARRIERS, chunks=2),
   "packed, 2 chunks in slots": Variant("packed", f"{EARLY}, {SEAM}", BARRIERS, chunks=2),
+  "the same, 124 CTAs": Variant("packed", f"{EARLY}, {SEAM}", BARRIERS, chunks=2, num_sms=124),
   "capacity, 2 chunks in slots": Variant(None, f"{EARLY}, {SEAM}", BARRIERS, chunks=2),
 }
 
@@ -90,26 +93,52 @@ def choice(timings: Mapping[str, Timing]) -> str:
   )
 
 
+def compared(whole: Mapping[str, Timing], cut: Mapping[str, Timing]) -> dict[str, Any]:
+  """How a cut's ranking agrees with the whole step's, and what its choice would cost.
+
+  Args:
+    whole, cut: times of the same candidates, in the same order.
+  """
+  pairs = list(itertools.combinations(whole, 2))
+  decided = [pair for pair in pairs if apart(whole, pair)]
+  of_whole, of_cut = ({n: t.median for n, t in found.items()} for found in (whole, cut))
+  chosen = {"cut": choice(cut), "whole": choice(whole)}
+  return {
+    "candidates": len(whole),
+    "tau": tau(of_cut, of_whole, pairs),
+    "tau_decided": tau(of_cut, of_whole, decided),
+    "pairs": len(pairs),
+    "decided": len(decided),
+    "chosen": chosen,
+    "regret": of_whole[chosen["cut"]] / of_whole[chosen["whole"]] - 1,
+  }
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
+  parser.add_argument("words", nargs="*", help="fields of the configuration, NAME=VALUE")
   parser.add_argument("--model", choices=tuple(MODELS), default="medium")
   parser.add_argument("--name", default="nvlink", help="of the link, in the results' names")
+  parser.add_argument("--groups", type=int, default=0, help="of a second cut; 0: no second cut")
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--tiny", action="store_true")
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
   args = parser.parse_args()
   simulate(2 if args.tiny else 0)
-  fields = SHARED | (TINY if args.tiny else MODELS[args.model])
+  fields = SHARED | (TINY if args.tiny else MODELS[args.model]) | fields_of(args.words)
   run = configured("gpt2_moe_medium", fields, tiny=args.tiny)
   run = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
   file = out_file(args.out, f"ranking-{args.model}-{args.name}")
 
   with kept_programs(args.out / "programs"):
     whole = build.build(run)
+    kinds = {"whole": whole, "cut": whole.cut()}
+    if args.groups:
+      kinds[f"cut, {args.groups} groups"] = whole.cut(args.groups)
     arms: dict[str, StepArm] = {}
-    for kind, built in (("whole", whole), ("cut", whole.cut())):
+    for kind, built in kinds.items():
       shared = MeasuredState(built)
       make = Steps(built, shared.abstract, args.out / "profiles")
       arms |= {f"{kind}: {n}": StepArm(make(v), shared) for n, v in CANDIDATES.items()}
@@ -118,37 +147,29 @@ def main() -> None:
     calls = {name: 2 if name.startswith("whole") else 8 for name in timed}
     timings = interleave(timed, rounds=args.rounds, calls=calls)
 
-  both = [n for n in CANDIDATES if f"whole: {n}" in timings and f"cut: {n}" in timings]
-  of = {kind: {n: timings[f"{kind}: {n}"] for n in both} for kind in ("whole", "cut")}
-  medians = {kind: {n: t.median for n, t in found.items()} for kind, found in of.items()}
-  pairs = list(itertools.combinations(both, 2))
-  decided = [pair for pair in pairs if apart(of["whole"], pair)]
-  chosen = {kind: choice(found) for kind, found in of.items()}
-  ranking = {
-    "candidates": len(both),
-    "tau": tau(medians["cut"], medians["whole"], pairs),
-    "tau_decided": tau(medians["cut"], medians["whole"], decided),
-    "pairs": len(pairs),
-    "decided": len(decided),
-    "chosen": chosen,
-    "regret": medians["whole"][chosen["cut"]] / medians["whole"][chosen["whole"]] - 1,
-  }
+  both = [n for n in CANDIDATES if all(f"{kind}: {n}" in timings for kind in kinds)]
+  of = {kind: {n: timings[f"{kind}: {n}"] for n in both} for kind in kinds}
+  found = {kind: compared(of["whole"], times) for kind, times in of.items() if kind != "whole"}
   result = {
     "machine": machine(""),
     "command": " ".join(["python", *sys.argv]),
     "fields": fields,
     "arms": {name: timing.as_json() for name, timing in timings.items()},
     "failed": failed,
-    "ranking": ranking,
+    "rankings": found,
   }
   cell = lambda t: f"{1e3 * t.median:9.2f} ± {1e3 * t.spread * t.median:.2f} ms"
+  row = lambda n: "   ".join(f"{kind} {cell(times[n])}" for kind, times in of.items())
   lines = [f"{args.model}, {', '.join(result['machine'].values())}"]
-  lines += [f"{n:34s} whole {cell(of['whole'][n])}   cut {cell(of['cut'][n])}" for n in both]
-  lines.append(
-    f"tau {ranking['tau']:.2f} over {len(pairs)} pairs, {ranking['tau_decided']:.2f} over the "
-    f"{len(decided)} that differ by more than their spread; chosen on the cut: {chosen['cut']}, on "
-    f"whole steps: {chosen['whole']}; regret {100 * ranking['regret']:.1f} %"
-  )
+  lines += [f"{n:34s} {row(n)}" for n in both]
+  for kind, ranking in found.items():
+    chosen = ranking["chosen"]
+    lines.append(
+      f"{kind}: tau {ranking['tau']:.2f} over {ranking['pairs']} pairs, "
+      f"{ranking['tau_decided']:.2f} over the {ranking['decided']} that differ by more than their "
+      f"spread; chosen on the cut: {chosen['cut']}, on whole steps: {chosen['whole']}; regret "
+      f"{100 * ranking['regret']:.1f} %"
+    )
   text = "\n".join(lines)
   file.write_text(json.dumps(result, indent=1) + "\n")
   file.with_suffix(".txt").write_text(text + "\n")

@@ -32,6 +32,7 @@ from shared_state import (  # noqa: E402
   MODEL,
   StepArm,
   configured,
+  fields_of,
   machine,
   out_file,
   prepare,
@@ -50,21 +51,6 @@ from scmoe.training.measured import MeasuredState  # noqa: E402
 
 ARMS = {"top-2": {"model.wiring": "top2"}, "Pos-2": {"model.wiring": "scmoe_pos2"}}
 TINY = {"model.num_layers": "4", "train.batch_size": "8", "train.tokens_per_step": "0"}
-
-
-def fields_of(words: list[str]) -> dict[str, str]:
-  """The values by field, from words FIELD=VALUE.
-
-  Raises:
-    ConfigError: a word has no "=".
-  """
-  for word in words:
-    if "=" not in word:
-      raise ConfigError(
-        f"{word!r} is not of the form FIELD=VALUE; quote a value with spaces, e.g. "
-        "'overlap.schedule=mlp 0'"
-      )
-  return {field: value for field, _, value in (word.partition("=") for word in words)}
 
 
 def own_arm(text: str) -> tuple[str, dict[str, str]]:

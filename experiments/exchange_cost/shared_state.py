@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from scmoe.base.errors import StorageError
+from scmoe.base.errors import ConfigError, StorageError
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
@@ -40,6 +40,21 @@ def configured(config: str, fields: Mapping[str, str], *, tiny: bool = False) ->
   name, of = ("quickstart", "smoke") if tiny else (config, "get_config")
   run = load_config(find_config(name), of)
   return functools.reduce(lambda run, field: with_field(run, *field), fields.items(), run)
+
+
+def fields_of(words: list[str]) -> dict[str, str]:
+  """The values by field, from words FIELD=VALUE.
+
+  Raises:
+    ConfigError: a word has no "=".
+  """
+  for word in words:
+    if "=" not in word:
+      raise ConfigError(
+        f"{word!r} is not of the form FIELD=VALUE; quote a value with spaces, e.g. "
+        "'overlap.schedule=mlp 0'"
+      )
+  return {field: value for field, _, value in (word.partition("=") for word in words)}
 
 
 class StepArm:

@@ -33,8 +33,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from ranking import MODELS, SHARED  # noqa: E402
-from run import fields_of  # noqa: E402
-from shared_state import configured  # noqa: E402
+from shared_state import configured, fields_of  # noqa: E402
 
 from scmoe.base.errors import run_main  # noqa: E402
 from scmoe.parallel.mesh import batch_sharding  # noqa: E402

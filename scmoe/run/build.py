@@ -46,6 +46,11 @@ from scmoe.training.variants import Change, Variant
 # `overlap.schedule=auto` tries a row for each rank where it sends at most this share of the rows of
 # `dropless`, and the experts' buffers have at most so many times the room.
 MOST_ROWS, MOST_ROOM = 0.75, 2.0
+# A cut of a run (`Built.cut`) has at most so many groups of microbatches. Only the last group sums
+# gradients over devices. With one group those sums would fill the link for half of the cut's time,
+# for a tenth of a whole step with eight groups: `gpt2_moe_medium` of width 1,280 over a slow link,
+# by the bytes and 26.6 GB/s (experiments/LOG.md, 2026-11-30).
+MOST_GROUPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,16 +294,17 @@ class Built:
     model = dataclasses.replace(run.model, top_k=top_k, ffn=ffn).resolve()
     return dataclasses.replace(run, model=model, dispatch=dispatch, overlap=overlap)
 
-  def cut(self) -> Built:
-    """This run cut to two block pairs and one group of microbatches, on the same devices.
+  def cut(self, groups: int = MOST_GROUPS) -> Built:
+    """This run cut to two block pairs and at most so many groups of microbatches.
 
-    `overlap.flight` microbatches make a group: the step computes them side by side. The cut has no
-    teacher, and it trains all parameters even if the run trains adapters: their base is not loaded.
+    The devices are the same. `overlap.flight` microbatches make a group: the step computes them
+    side by side. The cut has no teacher, and it trains all parameters even if the run trains
+    adapters: their base is not loaded.
     """
     run = self.run
     model = run.model.shortened(2)
-    together = self.overlap.flight * run.train.batch_size * run.data.seq_len
-    tokens = min(together, run.train.tokens_per_step)
+    group = self.overlap.flight * run.train.batch_size * run.data.seq_len
+    tokens = min(groups * group, run.train.tokens_per_step)
     train = dataclasses.replace(run.train, tokens_per_step=tokens)
     cut = dataclasses.replace(run, model=model, train=train)
     return build(cut, list(self.mesh.devices.flat))

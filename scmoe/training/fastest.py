@@ -97,7 +97,7 @@ class Searchable(Protocol):
     ...
 
   def cut(self) -> Searchable:
-    """The model with two block pairs and `overlap.flight` microbatches at most, to measure on.
+    """The model with two block pairs and a few groups of microbatches at most, to measure on.
 
     In a Swin the limit of pairs holds for each stage. The cut has the same devices, but no teacher
     and no `model.dense_layers`, and trains all its parameters.
@@ -258,7 +258,7 @@ def _on_a_cut(
     margin=MARGIN,
     # Several processes compile each program together: in several threads they could deadlock.
     together=1 if jax.process_count() > 1 else (os.cpu_count() or 1) // CORES,
-    where="two pairs and one flight of microbatches",
+    where="two pairs",
     keep=keep,
     say=make.say,
   )

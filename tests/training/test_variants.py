@@ -126,25 +126,31 @@ def test_a_variant_that_does_not_fit_names_the_field(built):
     built.variant(Variant(top_k=3))
 
 
-def test_a_cut_of_a_run_has_its_sizes_in_two_pairs_and_one_microbatch(run):
+def test_a_cut_of_a_run_has_its_sizes_in_two_pairs_and_eight_groups(run):
+  """Only the last group of a step sums gradients over devices, so one group is not like a step."""
+  tokens = run.train.batch_size * 16  # of a microbatch
   deep = dataclasses.replace(
     run,
     model=dataclasses.replace(run.model, num_layers=12),
-    train=dataclasses.replace(run.train, tokens_per_step=4 * run.train.batch_size * 16),
+    train=dataclasses.replace(run.train, tokens_per_step=20 * tokens),
   )
+  few = dataclasses.replace(deep, train=dataclasses.replace(deep.train, tokens_per_step=3 * tokens))
+  groups_of = lambda run: build.build(run, jax.devices()[:4]).cut().random_batch().inputs.shape[0]
+  assert groups_of(few) == 3, "as many as the run has"
+  assert groups_of(run) == 1
   whole = build.build(deep, jax.devices()[:4])
   cut = whole.cut()
   assert cut.mesh == whole.mesh
   assert cut.run.model.num_pairs == 2
-  assert cut.train.microbatches(cut.sequence_length) == 1
+  assert cut.train.microbatches(cut.sequence_length) == 8
   pair = lambda built: [s.shape[1:] for s in jax.tree.leaves(built.shapes["stages"])]
   assert pair(cut) == pair(whole)
   batch = cut.random_batch()
-  assert batch.inputs.shape == (1, run.train.batch_size, run.data.seq_len)
+  assert batch.inputs.shape == (8, run.train.batch_size, run.data.seq_len)
   assert len(np.unique(batch.inputs)) > 10
   overlap = dataclasses.replace(deep.overlap, flight=2)
   both = build.build(dataclasses.replace(deep, overlap=overlap), jax.devices()[:4]).cut()
-  assert both.random_batch().inputs.shape[0] == 2, "microbatches that are to run side by side"
+  assert both.random_batch().inputs.shape[0] == 16, "two microbatches run side by side in a group"
 
 
 def test_what_auto_tries(built, run, monkeypatch):

@@ -48,7 +48,7 @@ from scmoe.training.variants import Change, Variant
 MOST_ROWS, MOST_ROOM = 0.75, 2.0
 # A cut of a run (`Built.cut`) has at most so many groups of microbatches. Only the last group sums
 # gradients over devices. With one group those sums would fill the link for half of the cut's time,
-# for a tenth of a whole step with eight groups: `gpt2_moe_medium` of width 1,280 over a slow link,
+# with eight groups for about a tenth of it: `gpt2_moe_medium` of width 1,280 over a slow link,
 # by the bytes and 26.6 GB/s (experiments/LOG.md, 2026-11-30).
 MOST_GROUPS = 8
 

@@ -135,7 +135,8 @@ def main(argv: list[str]) -> None:
     allow_import=values["allow_import"],
     request=offload_request(values),
     rows=max(1, len(values["prompt"])),
-    longest=max((len(prompt.encode()) for prompt in values["prompt"]), default=0) + 1,
+    # A prompt that is not valid UTF-8 is refused where it is encoded, not where it is measured.
+    longest=max((len(p.encode(errors="surrogatepass")) for p in values["prompt"]), default=0) + 1,
     max_new_tokens=values["max_new_tokens"],
     deterministic=values["deterministic"],
     task=values["task"],

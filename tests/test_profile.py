@@ -67,6 +67,10 @@ def test_the_modelled_schedule_of_a_large_model():
 def test_unknown_wiring(tmp_path):
   with pytest.raises(ConfigError, match=r"--compare='top9' is no wiring; one of: dense"):
     profile.main(["--compare", "top9", "--workdir", str(tmp_path)])
+  with pytest.raises(ConfigError, match="--compare='' is no wiring"):
+    profile.main(["--compare", "top2,", "--workdir", str(tmp_path)])
+  with pytest.raises(ConfigError, match="--compare='top2,top2' names a wiring twice"):
+    profile.main(["--compare", "top2,top2", "--workdir", str(tmp_path)])
 
 
 def test_steps_that_train_adapters_are_not_profiled_as_steps_of_all_parameters(tmp_path):

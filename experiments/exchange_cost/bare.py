@@ -2,9 +2,10 @@
 
   NCCL_P2P_DISABLE=1 python experiments/exchange_cost/bare.py     two GPUs of one host, two minutes
 
-Two pairs of `gpt2_moe_medium` Pos-2, packed rows in two chunks whose experts barriers hold behind
-`mlp 0` and `attention 1: projections`: what `overlap.schedule=auto` tries. Prints the computation
-between start and end of every exchange in the compiled program, and both steps' times in turns.
+Two pairs and one microbatch of `gpt2_moe_medium` Pos-2, packed rows in two chunks whose experts
+barriers hold behind `mlp 0` and `attention 1: projections`: what `overlap.schedule=auto` tries.
+Prints the computation between start and end of every exchange in the compiled program, and both
+steps' times in turns.
 Writes FOLDER/bare-NAME.txt (--out, runs/exchange_cost by default).
 """
 
@@ -48,7 +49,7 @@ def main() -> None:
     lambda r, f: with_field(r, *f), fields.items(), load_config(find_config("gpt2_moe_medium"))
   )
   run = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
-  built = build.build(run).cut()
+  built = build.build(run).cut(groups=1)
   shared = MeasuredState(built)
   make = Steps(built, shared.abstract, args.out / "profiles")
   arms = {"second chunk behind a step": StepArm(make(SLOTS), shared)}

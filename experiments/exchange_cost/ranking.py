@@ -4,13 +4,14 @@
   NCCL_P2P_DISABLE=1 python experiments/exchange_cost/ranking.py --model fine --name slow
   python experiments/exchange_cost/ranking.py --tiny    two simulated devices, to see that it runs
 
-On two GPUs of one host a command takes six to eight minutes. Eight candidates of Pos-2 are measured
-on whole steps and on the cut that `overlap.schedule=auto` uses (two pairs, up to eight groups of
-microbatches), all in turns. `--groups 1` adds a cut of one group, which sums gradients over devices
-as often as one of eight. Tau is (pairs ranked alike - pairs ranked otherwise) / all pairs: 1 if
-both rank alike, 0 if the cut says nothing. `decided` counts only the pairs whose whole steps
-differ by more than their spread. `regret` is how much slower the cut's choice is than the whole
-step's. Writes FOLDER/ranking-MODEL-NAME.json and .txt (--out, runs/exchange_cost by default).
+On two GPUs of one host a command should take six to eight minutes (expected). Eight candidates of
+Pos-2 are measured on whole steps and on the cut that `overlap.schedule=auto` uses (two pairs, up to
+eight groups of microbatches), all in turns. `--groups 1` adds a cut of one group: it sums gradients
+once, as any step does, and spends a larger share of its time on that. Tau is (pairs ranked alike -
+pairs ranked otherwise) / all pairs: 1 if both rank alike, 0 if the cut says nothing. `decided`
+counts only the pairs whose whole steps differ by more than their spread. `regret` is how much
+slower the cut's choice is than the whole step's.
+Writes FOLDER/ranking-MODEL-NAME.json and .txt (--out, runs/exchange_cost by default).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 from shared_state import StepArm, configured, fields_of, machine, out_file, prepare  # noqa: E402
 
-from scmoe.base.errors import run_main  # noqa: E402
+from scmoe.base.errors import ConfigError, run_main  # noqa: E402
 from scmoe.profiling.timer import Timing, interleave  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.run.command_line import simulate  # noqa: E402
@@ -59,16 +60,16 @@ MODELS = {
 }
 TINY = {"model.num_layers": "6", "train.batch_size": "8", "train.tokens_per_step": "0"}
 EARLY, SEAM = "mlp 0", "attention 1: projections"
-BARRIERS = "barriers"
+SLOTS, BARRIERS = f"{EARLY}, {SEAM}", "barriers"
 CANDIDATES = {
   "capacity": Variant(),
   "packed": Variant("packed"),
   "packed, 2 chunks": Variant("packed", chunks=2),
   f"packed after {EARLY}": Variant("packed", EARLY, BARRIERS),
   f"packed, 2 chunks after {SEAM}": Variant("packed", SEAM, BARRIERS, chunks=2),
-  "packed, 2 chunks in slots": Variant("packed", f"{EARLY}, {SEAM}", BARRIERS, chunks=2),
-  "the same, 124 CTAs": Variant("packed", f"{EARLY}, {SEAM}", BARRIERS, chunks=2, num_sms=124),
-  "capacity, 2 chunks in slots": Variant(None, f"{EARLY}, {SEAM}", BARRIERS, chunks=2),
+  "packed, 2 chunks in slots": Variant("packed", SLOTS, BARRIERS, chunks=2),
+  "packed, 2 chunks in slots, 124 CTAs": Variant("packed", SLOTS, BARRIERS, chunks=2, num_sms=124),
+  "capacity, 2 chunks in slots": Variant(None, SLOTS, BARRIERS, chunks=2),
 }
 
 
@@ -126,6 +127,8 @@ def main() -> None:
   parser.add_argument("--tiny", action="store_true")
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
   args = parser.parse_args()
+  if args.groups < 0:
+    raise ConfigError(f"--groups={args.groups} must be at least 1, or 0 for no second cut")
   simulate(2 if args.tiny else 0)
   fields = SHARED | (TINY if args.tiny else MODELS[args.model]) | fields_of(args.words)
   run = configured("gpt2_moe_medium", fields, tiny=args.tiny)

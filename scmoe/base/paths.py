@@ -19,10 +19,15 @@ def expanded(path: str, field: str) -> Path:
 
   Raises:
     ConfigError: no file can have this path: it holds a NUL, is too long, or names an unknown user.
+      Or it is not valid UTF-8, which jax's compilation cache needs.
   """
   shown = f"{field}={path[:80]!r}{'...' if len(path) > 80 else ''}"
   if "\0" in path:
     raise ConfigError(f"{shown} holds a NUL byte; give the path of a file or folder")
+  try:
+    path.encode()
+  except UnicodeEncodeError:
+    raise ConfigError(f"{shown} is not valid UTF-8; give another path") from None
   found = with_home(path, shown)
   try:
     found.exists()

@@ -333,12 +333,14 @@ def compared(text: str, run: RunConfig) -> list[str]:
   """The wirings that `--compare` lists, separated by commas; the run's own if it lists none.
 
   Raises:
-    ConfigError: one of them is unknown.
+    ConfigError: one of them is unknown, empty, or named twice.
   """
-  names = [name for name in text.split(",") if name] or [run.model.wiring]
+  names = text.split(",") if text else [run.model.wiring]
   for name in names:
     if name not in WIRINGS:
       raise ConfigError(f"--compare={name!r} is no wiring; one of: {', '.join(WIRINGS)}")
+  if len(set(names)) < len(names):
+    raise ConfigError(f"--compare={text!r} names a wiring twice; name each once")
   return names
 
 

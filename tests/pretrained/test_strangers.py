@@ -210,7 +210,11 @@ def test_a_step_that_is_removed_meanwhile_is_chosen_again(exported, tmp_path, mo
 
 def test_no_path_is_a_traceback(exported):
   for flag in ("to", "inference"):
-    for path, message in (("~nosuchuser/x", "names a user"), ("a\0", "holds a NUL byte")):
+    for path, message in (
+      ("~nosuchuser/x", "names a user"),
+      ("a\0", "holds a NUL byte"),
+      ("a\udcff", "is not valid UTF-8"),
+    ):
       with pytest.raises(ConfigError, match=f"--{flag}=.* {message}"):
         convert.main(["--workdir", str(exported / "run"), f"--{flag}", path])
 

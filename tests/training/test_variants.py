@@ -138,6 +138,7 @@ def test_a_cut_of_a_run_has_its_sizes_in_two_pairs_and_eight_groups(run):
   groups_of = lambda run: build.build(run, jax.devices()[:4]).cut().random_batch().inputs.shape[0]
   assert groups_of(few) == 3, "as many as the run has"
   assert groups_of(run) == 1
+  assert build.build(deep, jax.devices()[:4]).cut(groups=2).random_batch().inputs.shape[0] == 2
   whole = build.build(deep, jax.devices()[:4])
   cut = whole.cut()
   assert cut.mesh == whole.mesh

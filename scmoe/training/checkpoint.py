@@ -116,6 +116,12 @@ class Checkpointer:
         cannot be renamed.
     """
     self.wait()
+    if is_first():
+      # What a failed save left takes room that this one may need. It cannot be removed at once:
+      # tensorstore's threads write on for a moment after the error.
+      with contextlib.suppress(OSError):  # the checkpoints' folder may have been removed
+        for path in self._left_over():
+          shutil.rmtree(path, ignore_errors=True)
     leaves = flatten(state)
     if any(map(is_pieced, leaves.values())):
       return self._save_filed(step, leaves, data_state, meta)
@@ -238,7 +244,9 @@ class Checkpointer:
     try:
       self.wait()
     finally:
-      self._writer.close()
+      # orbax raises again what failed in a save, and `wait` or `save` have said that already.
+      with contextlib.suppress(Exception):
+        self._writer.close()
 
   def steps(self) -> list[int]:
     """Numbers of the steps that look complete, oldest first; nothing in them is read."""
@@ -325,11 +333,15 @@ class Checkpointer:
     """
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
-      for path in self.directory.iterdir():
-        if _LEFT_OVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-          shutil.rmtree(path)
+      for path in self._left_over():
+        shutil.rmtree(path)
     except OSError as error:
       raise StorageError(f"{self.directory} cannot be written: {error.strerror}") from None
+
+  def _left_over(self) -> list[Path]:
+    """The folders of steps that are half written or half removed."""
+    found = (path for path in self.directory.iterdir() if _LEFT_OVER.fullmatch(path.name))
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
 
   def _clear_destination(self, step: int) -> None:
     """Renames a file, folder or link that has the step's name to `N.ignored-<time>`.

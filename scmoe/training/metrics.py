@@ -15,7 +15,9 @@ import json
 import math
 import os
 import re
+import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -165,8 +167,8 @@ def metrics_by_kind(
   return found
 
 
-def _summary_writer() -> Any:
-  """tensorboardX's `SummaryWriter`; imported here, since that takes a second and is optional.
+def _tensorboardx() -> Any:
+  """The package tensorboardX; imported here, since that takes a second and is optional.
 
   tensorboardX imports torch where it is installed, to accept its tensors. That takes 4 to 10 s, and
   this package writes plain numbers, so torch is hidden from the import unless it is loaded already.
@@ -175,36 +177,67 @@ def _summary_writer() -> Any:
   if hidden:
     sys.modules["torch"] = None  # pyright: ignore  # an import now raises ImportError
   try:
-    from tensorboardX import SummaryWriter
+    return importlib.import_module("tensorboardX")
   finally:
     if hidden:
       del sys.modules["torch"]
-  return SummaryWriter
 
 
 class TensorBoard:
-  """Scalars for TensorBoard in WORKDIR/tensorboard; view with `tensorboard --logdir WORKDIR`."""
+  """Scalars for TensorBoard in WORKDIR/tensorboard; view with `tensorboard --logdir WORKDIR`.
+
+  The caller's thread writes the file. tensorboardX's `SummaryWriter` has a thread of its own, which
+  ends at the first error: on a full disk the training loop would then wait for ever for room in
+  that thread's queue.
+
+  Args:
+    workdir: of the run.
+    resumed_step: TensorBoard drops the figures that earlier starts wrote for later steps; 0: none.
+
+  Raises:
+    ImportError: tensorboardX is not installed.
+    OSError: the folder or file cannot be made or written.
+  """
 
   def __init__(self, workdir: Path, resumed_step: int):
-    writer = _summary_writer()
-    # TensorBoard drops the figures that earlier starts wrote for steps from `purge` on.
-    purge = resumed_step + 1 if resumed_step else None
-    self._writer = writer(str(workdir / "tensorboard"), purge_step=purge)
+    package = _tensorboardx()
+    self._protos = package.proto.event_pb2
+    self._scalar = package.summary.scalar
+    folder = workdir / "tensorboard"
+    folder.mkdir(exist_ok=True)
+    # TensorBoard reads a folder's files in the order of their names.
+    name = f"events.out.tfevents.{time.time():.3f}.{socket.gethostname()}.{os.getpid()}"
+    self._file = package.RecordWriter(str(folder / name))
+    self._append(file_version="brain.Event:2")
+    if resumed_step:
+      start = self._protos.SessionLog(status=self._protos.SessionLog.START)
+      self._append(step=resumed_step + 1, session_log=start)
+    self._file.flush()
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
-    """Stores the finite `int`s and `float`s among the scalars of a step; leaves out all others."""
+    """Stores the finite `int`s and `float`s among the scalars of a step; leaves out all others.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    event = self._protos.Event(step=step, wall_time=time.time())
     for name, value in scalars.items():
       if isinstance(value, int | float) and math.isfinite(value):
-        self._writer.add_scalar(name, value, step)
-    self._writer.flush()
+        event.summary.MergeFrom(self._scalar(name, value))
+    self._file.write(event.SerializeToString())
+    self._file.flush()
 
   def close(self) -> None:
-    """Ends the writer's thread.
+    """Closes the file.
 
-    Without this call, and if nothing was written, tensorboardX would begin a thread while Python
-    exits, which Python 3.12 refuses.
+    Raises:
+      OSError: the disk has no room for what `write` could not store.
     """
-    self._writer.close()
+    self._file.close()
+
+  def _append(self, **fields: Any) -> None:
+    event = self._protos.Event(wall_time=time.time(), **fields)
+    self._file.write(event.SerializeToString())
 
 
 class Tracker:

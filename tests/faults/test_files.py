@@ -18,6 +18,7 @@ from scmoe.base.batch import Batch
 from scmoe.base.errors import CheckpointError, ConfigError, StorageError
 from scmoe.training import workdir as workdir_module
 from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.metrics import Metrics
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.restore import load, read_meta
 from scmoe.training.workdir import RunLock
@@ -191,7 +192,26 @@ def test_a_disk_that_is_full_at_any_stage_of_a_save(run, saved, setup, limited, 
   assert not results[0]
   assert results[-1]
   assert {1, 2} <= set(checkpointer.steps())
+  time.sleep(0.5)  # threads of a failed save write on for a moment
+  assert checkpointer.save(99, state, {}, {})
+  assert not list((run / "checkpoints").glob("*tmp*")), (
+    "a failed save keeps no room from later ones"
+  )
   assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_up_ends_tensorboard_and_not_the_run(tmp_path, limited, capsys):
+  """tensorboardX's own thread would end at the error, and the loop wait for it for ever."""
+  metrics = Metrics(tmp_path, 0, tensorboard=True)
+  limited(20_000)
+  for step in range(5):
+    metrics.write(step, {f"a{i}": float(i) for i in range(500)})
+  limited(None)
+  metrics.close()
+  assert metrics.sinks == []
+  said = capsys.readouterr().err.splitlines()
+  assert sum(line.startswith("WARNING: TensorBoard failed and is dropped") for line in said) == 1
+  assert all(line.startswith("WARNING: ") for line in said)
 
 
 def test_a_clock_that_is_set_back_changes_nothing(mesh8, tmp_path, monkeypatch):

@@ -58,6 +58,7 @@ def main(argv: list[str]) -> None:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
   simulate(values["simulate"])
   bundle = Path(values["bundle"])
+  _failure(bundle)  # before anything else, so that another folder is named as what it is
   stored = open_run(str(bundle), None, values["allow_import"])
   set_up_jax(stored.run)
   run: RunConfig = placement.on_mesh(stored.run)
@@ -128,7 +129,10 @@ def _failure(bundle: Path) -> tuple[dict[str, Any], Variant]:
       float(failure["loss_scale"])
     return failure, stored_variant(failure["variant"], str(path))
   except (FileNotFoundError, StoredError, ValueError) as error:
-    raise CheckpointError(f"{bundle} is not a run's replay bundle: {error}") from None
+    raise CheckpointError(
+      f"{bundle} is not a run's replay bundle: {error}; give the folder WORKDIR/replay of a "
+      "run that ended with exit code 4"
+    ) from None
 
 
 def _stored_batch(built: Trainable, path: Path) -> Any:

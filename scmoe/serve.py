@@ -88,6 +88,11 @@ MOST_HELD = 1024  # so many answers may wait for an older one before the next li
 @user_programs()
 def main(argv: list[str]) -> None:
   """Answers the requests of the input, and prints statistics when it ends."""
+  if any(word.partition("=")[0] == "--workdir" for word in argv):  # as scmoe.generate has it
+    raise ConfigError(
+      "--workdir is not a flag here; name in --model the folder that python -m scmoe.convert "
+      "--workdir RUN --inference FOLDER writes"
+    )
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))

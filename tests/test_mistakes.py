@@ -282,13 +282,14 @@ OF_COMMANDS = (
   ("command", "typed", "stream", "words"),
   [
     (generate, ["--workdir=a", "--chat"], "stdin", "--chat reads standard input, which is closed"),
+    (serve, ["--workdir=a"], "", "--workdir is not a flag here; name in --model the folder that"),
     (serve, ["--model=a"], "stdin", "--input=- is a standard stream that is closed; give a file"),
     (serve, ["--model=a"], "stdout", "--output=- is a standard stream that is closed; give a file"),
     (
       serve,
       ["--model=.", "--output=x"],
       "",
-      "inference.json is missing: scmoe.convert --inference",
+      "inference.json is missing: python -m scmoe.convert --workdir RUN --inference FOLDER",
     ),
   ],
 )

@@ -65,8 +65,8 @@ class InferenceFolder:
       )
     if not (self.path / MANIFEST).exists():
       raise DataError(
-        f"{self.path / MANIFEST} is missing: scmoe.convert --inference writes such a folder from a "
-        "run; name a run in --workdir, and read a released model by scmoe.convert --from"
+        f"{self.path / MANIFEST} is missing: python -m scmoe.convert --workdir RUN --inference "
+        "FOLDER writes such a folder from a run, and --from makes a run of a released model"
       )
     self._manifest = _manifest(self.path / MANIFEST)
     self.dtype, self.step = self._manifest["dtype"], self._manifest["step"]

@@ -56,6 +56,7 @@ class Searchable(Protocol):
     config: the whole resolved configuration, JSON-able; checkpoints store it, and a resumed run
       compares it.
     mesh: the devices that the step runs on.
+    sequence_length: tokens per sequence, or per image.
     objective, optimizer: see `scmoe.training.step`.
     candidates: tried by `overlap.schedule=auto`: variants, and functions that make one from another
       (`Change`). The first is `Variant()`, the step as configured.
@@ -69,6 +70,8 @@ class Searchable(Protocol):
   def config(self) -> dict[str, Any]: ...
   @property
   def mesh(self) -> Mesh: ...
+  @property
+  def sequence_length(self) -> int: ...
   @property
   def objective(self) -> Objective: ...
   @property
@@ -258,7 +261,7 @@ def _on_a_cut(
     margin=MARGIN,
     # Several processes compile each program together: in several threads they could deadlock.
     together=1 if jax.process_count() > 1 else (os.cpu_count() or 1) // CORES,
-    where="two pairs",
+    where=f"two pairs, microbatches: {cut.train.microbatches(cut.sequence_length)}",
     keep=keep,
     say=make.say,
   )

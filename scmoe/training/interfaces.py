@@ -51,7 +51,6 @@ class Trainable(Searchable, Protocol):
 
   Attributes:
     checkpoint: the options of checkpoints.
-    sequence_length: tokens per sequence, or per image.
     batch_shapes: one step's batch as `jax.ShapeDtypeStruct`s [A, B, ...], of all processes.
     peak_flops: FLOP/s of one device; 0: no MFU.
     aimed_share: the share of the choices that a balancing bias aims to give to computing experts;
@@ -60,8 +59,6 @@ class Trainable(Searchable, Protocol):
 
   @property
   def checkpoint(self) -> CheckpointConfig: ...
-  @property
-  def sequence_length(self) -> int: ...
   @property
   def batch_shapes(self) -> Any: ...
   @property

@@ -473,7 +473,7 @@ def test_whole_steps_decide_on_what_a_cut_proposes(searched, tmp_path, monkeypat
     ("whole", Variant()), ("whole", Variant(transport="packed")),
   ]  # fmt: skip
   assert "transport='packed' is chosen." in lines[-4]
-  assert "(on two pairs, in" in lines[-4]
+  assert "(on two pairs, microbatches: 1, in" in lines[-4]
   assert lines[-1].startswith("schedule: as configured is chosen. as configured: 50")
   assert (
     "transport='packed': 60000.0 ± 300.0 ms, 20.0 % slower than as configured (on whole"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,10 @@ def quiet_libraries() -> None:
   orbax closes its event loop. Others that are under way then raise in a tensorstore thread, or in a
   coroutine that Python closes unfinished as it exits. Both kinds of exceptions reach
   `sys.unraisablehook`, and the hook that this function installs drops them: one full disk or one
-  damaged file could print over a hundred tracebacks.
+  damaged file could print over a hundred tracebacks. Coroutines of orbax that were never begun
+  would cause a warning at the exit.
   """
+  warnings.filterwarnings("ignore", r"coroutine 'async_serialize", RuntimeWarning)
   for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   if not isinstance(sys.unraisablehook, _WithoutAbandoned):

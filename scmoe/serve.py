@@ -25,6 +25,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import queue
 import sys
 import threading
@@ -102,6 +103,8 @@ def main(argv: list[str]) -> None:
   with contextlib.ExitStack() as files:
     given = _opened(values["input"], "input", files)
     out = _opened(values["output"], "output", files)
+    if _breaks_off(Path(values["output"])):  # an earlier answer that a full disk cut off
+      out.write("\n")
     memory = bytes_of(values["cache_memory"], "--cache_memory") if values["cache_memory"] else 0
     session = _session(values, memory)
     names = ("slots", "page_tokens", "prefill_tokens")
@@ -225,10 +228,21 @@ def _opened(name: str, flag: str, files: contextlib.ExitStack) -> IO[str]:
     if flag == "output":
       return files.enter_context(Path(name).open("a", encoding="utf-8", errors="replace"))
     # A line that is not UTF-8 must not end the command: U+FFFD stands for its wrong bytes.
-    return files.enter_context(Path(name).open(encoding="utf-8", errors="replace"))
+    # Nothing closes a pipe: that would wait for the thread that waits for the pipe's next line.
+    closing = files if Path(name).is_file() else contextlib.ExitStack()
+    return closing.enter_context(Path(name).open(encoding="utf-8", errors="replace"))
   except OSError as error:
     kind = DataError if flag == "input" else StorageError
     raise kind(f"--{flag}={name!r} cannot be opened: {error.strerror}") from None
+
+
+def _breaks_off(path: Path) -> bool:
+  """Whether a file's last line has no end; a pipe and an empty file have no such line."""
+  if not path.is_file() or not path.stat().st_size:
+    return False
+  with path.open("rb") as file:
+    file.seek(-1, os.SEEK_END)
+    return file.read() != b"\n"
 
 
 class Lines:
@@ -243,7 +257,7 @@ class Lines:
   """
 
   def __init__(self, lines: Iterable[str], ahead: int):
-    self._read: queue.Queue[tuple[int, str] | OSError | None] = queue.Queue(ahead)
+    self._read: queue.Queue[tuple[int, str] | BaseException | None] = queue.Queue(ahead)
     self.ended = False
 
     def read() -> None:
@@ -251,7 +265,7 @@ class Lines:
         for number, line in enumerate(_short(lines), 1):
           if line.strip():
             self._read.put((number, line))
-      except OSError as error:
+      except BaseException as error:  # `take` raises it; it would wait for ever for a dead thread
         self._read.put(error)
       self._read.put(None)
 
@@ -268,6 +282,7 @@ class Lines:
 
     Raises:
       DataError: the input cannot be read.
+      BaseException: what else the iterable raised.
     """
     try:
       found = self._read.get(wait)
@@ -275,6 +290,8 @@ class Lines:
       return None
     if isinstance(found, OSError):
       raise DataError(f"--input cannot be read: {found}") from None
+    if isinstance(found, BaseException):
+      raise found
     self.ended = found is None
     return found
 

@@ -450,7 +450,9 @@ class _Training:
     hold a finished run of before, which a process that fails at its start leaves as it is.
     """
     self.log.close()
-    words = _last_words(self.run.folder / LOG)
+    words, code = _last_words(self.run.folder / LOG), self.process.returncode
+    if code < 0:  # the log ends with whatever the process said before
+      words = f"ended by {signal.Signals(-code).name}"
     for run in self.run.all:
       place = self.place if run is self.run else run.folder.name
       code = self.process.returncode

@@ -321,7 +321,7 @@ def _write_tokenizer(tokenizer: JsonTokenizer, folder: Path) -> None:
   try:
     tokenizer.write(folder)
   except OSError as error:
-    raise StorageError(f"{folder / TOKENIZER} cannot be written: {error}") from None
+    raise StorageError(f"{folder / TOKENIZER} cannot be written: {error.strerror}") from None
 
 
 def _report(

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from scmoe.profiling.costs import instruction_costs
+from scmoe.profiling.recording import recording
 from scmoe.profiling.trace import Event, find_trace, read_events
 from scmoe.profiling.wire import as_profile, operation_names
 
@@ -67,10 +66,13 @@ def traced(run: Callable[[], object], folder: str | None = None) -> list[Event]:
   Args:
     run: calls programs, and returns when the devices are done.
     folder: where the trace is kept, for XProf or Perfetto; None: it is deleted.
+
+  Raises:
+    StorageError: the trace cannot be written.
   """
   with tempfile.TemporaryDirectory() as directory:
     place = folder or directory
-    with jax.profiler.trace(place):
+    with recording(place):
       run()
     return read_events(find_trace(place))
 
@@ -89,8 +91,12 @@ def latencies(folder: str, program: Program) -> bytes:
 
 
 def profiled(run: Callable[[], object], program: Program) -> bytes:
-  """Runs `run`, which calls `program`, under the profiler, and returns the `latencies`."""
+  """Runs `run`, which calls `program`, under the profiler, and returns the `latencies`.
+
+  Raises:
+    StorageError: the trace cannot be written.
+  """
   with tempfile.TemporaryDirectory() as directory:
-    with jax.profiler.trace(directory):
+    with recording(directory):
       run()
     return latencies(directory, program)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -129,7 +131,10 @@ def check_memory(built: build.Built) -> None:
 
 def out_of_memory(built: build.Built, error: Exception) -> ConfigError | None:
   """The error for a step that did not fit in memory; None if `error` has another cause."""
-  if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+  text = str(error)
+  if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
+    return None
+  if os.strerror(errno.ENOSPC) in text:  # jax has the same word for a full disk
     return None
   memory, limit = dry_run(built.run).memory, device_memory()
   parts = {f.name: getattr(memory, f.name) for f in dataclasses.fields(memory)}

@@ -70,7 +70,7 @@ def write_card(workdir: Path, **said: Any) -> None:
   try:
     write_json(workdir / CARD, card)
   except OSError as error:
-    raise StorageError(f"{workdir / CARD} cannot be written: {error}") from None
+    raise StorageError(f"{workdir / CARD} cannot be written: {error.strerror}") from None
 
 
 def environment() -> dict[str, str]:

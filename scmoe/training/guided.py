@@ -18,10 +18,12 @@ from typing import Any
 
 import jax
 
+from scmoe.base.errors import StorageError
 from scmoe.base.output import warn
 from scmoe.base.stored import StoredError, read_bytes, write_whole
 from scmoe.blocks.options import OverlapConfig
 from scmoe.profiling.program import Program, latencies
+from scmoe.profiling.recording import end_recording
 from scmoe.training.distributed import all_agree, bytes_of_first, is_first
 from scmoe.training.host_update import host_step_of
 from scmoe.training.lowered import lower
@@ -245,9 +247,13 @@ class GuidedStep:
     assert self.file is not None, "only a guided step is traced"
     if self.trace is None:
       return
-    with self.trace as directory:
-      jax.profiler.stop_trace()
-      profile = self.collect(directory, self.program)
+    profile = b""
+    try:
+      with self.trace as directory:
+        end_recording(directory)
+        profile = self.collect(directory, self.program)
+    except StorageError as error:
+      warn(f"a trace for profile-guided scheduling was lost: {error}")
     self.trace = None
     profile = bytes_of_first(profile)
     if not profile:

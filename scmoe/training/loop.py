@@ -24,6 +24,7 @@ from scmoe.base.errors import CheckpointError, ConfigError, DataError, Preempted
 from scmoe.base.output import warn
 from scmoe.base.stored import write_json
 from scmoe.parallel.mesh import batch_sharding, batch_shards
+from scmoe.profiling.recording import end_recording
 from scmoe.training.card import write_card
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.compiled import PROGRAMS, kept_programs
@@ -653,12 +654,15 @@ class Run:
       step_fn.hold_profiling(False)
 
   def _stop_trace(self) -> None:
-    """Writes the trace that was started, if one is being taken."""
+    """Writes the trace that was started, if one is being taken; a full disk causes a warning."""
     if self.tracing:
       self.tracing = False
-      jax.profiler.stop_trace()
-      first = self.train.profile_step
-      self.journal.say(f"trace of steps {first} to {self.step}: {self.workdir / 'profile'}")
+      first, place = self.train.profile_step, self.workdir / "profile"
+      try:
+        end_recording(str(place))
+      except StorageError as error:
+        return warn(f"no trace of steps {first} to {self.step}: {error}")
+      self.journal.say(f"trace of steps {first} to {self.step}: {place}")
 
   def _meta(self) -> dict[str, Any]:
     """The description of run and step in a checkpoint, JSON-able."""

@@ -229,6 +229,32 @@ def test_a_full_disk_is_one_line(folder, monkeypatch):
     serve.main(argv)
 
 
+def test_an_input_that_stays_open_does_not_keep_the_command(folder, tmp_path):
+  """The thread that waits for the pipe's next line holds the lock that closing the pipe takes."""
+  os.mkfifo(tmp_path / "ask")
+  writer = os.open(tmp_path / "ask", os.O_RDWR)
+  rescue = threading.Timer(60, os.write, (writer, b"\n"))
+  rescue.start()
+  os.write(writer, b'{"prompt": "a"}\n')
+  argv = ["--model", folder, "--max_new_tokens=2", "--slots=2", "--output=/dev/full"]
+  try:
+    with pytest.raises(StorageError, match="No space left"):
+      serve.main([*argv, f"--input={tmp_path / 'ask'}"])
+    assert rescue.is_alive(), "it ended only when another line came"
+  finally:
+    rescue.cancel()
+    os.close(writer)
+
+
+def test_an_answer_that_was_cut_off_stays_a_line_of_its_own(folder, tmp_path, monkeypatch):
+  monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "a"}\n'))
+  (tmp_path / "out").write_text('{"id": 1}\n{"id": 2, "te')
+  serve.main(["--model", folder, "--max_new_tokens=2", "--slots=2", f"--output={tmp_path / 'out'}"])
+  lines = (tmp_path / "out").read_text().splitlines()
+  assert lines[:2] == ['{"id": 1}', '{"id": 2, "te']
+  assert json.loads(lines[2])["id"] == 1
+
+
 def taken(lines):
   """All lines, each waited for."""
   found = []
@@ -302,6 +328,15 @@ def test_what_cannot_be_read_ends_the_loop():
   lines = Lines(given(), 1)
   assert lines.take(wait=True) == (1, "a\n")
   with pytest.raises(DataError, match="--input cannot be read: the disk is gone"):
+    lines.take(wait=True)
+
+  def wrong():
+    yield "a\n"
+    raise ValueError("not a line")
+
+  lines = Lines(wrong(), 1)
+  assert lines.take(wait=True) == (1, "a\n")
+  with pytest.raises(ValueError, match="not a line"):
     lines.take(wait=True)
 
 

@@ -214,3 +214,9 @@ def test_a_trace_that_cannot_be_ended_is_a_warning(tmp_path, monkeypatch, capsys
   run.give_up_trace()
   assert run.trace is None
   assert "No space left" in capsys.readouterr().err
+  step, said = FakeStep(), []
+  run = guided(step, tmp_path, say=said.append)
+  assert [run(x) for x in range(5)] == [1, 2, 3, 4, 5]
+  assert step.calls == [1] * 5, "it goes on with the program that it has"
+  assert "No space left" in capsys.readouterr().err
+  assert said == ["profile-guided scheduling: the profile is empty; going on without it"]

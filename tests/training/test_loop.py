@@ -356,6 +356,27 @@ def test_a_run_that_ends_within_its_trace_writes_it(mesh8, tmp_path, monkeypatch
   assert calls == [str(tmp_path / "profile"), "stop"]
 
 
+def test_a_trace_for_which_the_disk_has_no_room_is_a_warning(mesh8, tmp_path, monkeypatch, capsys):
+  """jax says RESOURCE_EXHAUSTED of the disk, too, which must not pass for too little memory."""
+
+  folder = tmp_path / "profile" / "plugins" / "profile"
+
+  def full():
+    (folder / "2").mkdir(parents=True)
+    (folder / "20").mkdir()
+    file = folder / "2" / "a.xplane.pb"
+    raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {file}; No space left on device")
+
+  monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: None)
+  monkeypatch.setattr(jax.profiler, "stop_trace", full)
+  trainer(mesh8, tmp_path, steps=4, profile_step=2, profile_steps=1).run()
+  assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4]
+  (line,) = [one for one in capsys.readouterr().err.splitlines() if "trace" in one]
+  assert line.startswith("WARNING: no trace of steps 2 to 2: the trace in ")
+  assert [path.name for path in folder.iterdir()] == ["20"], "the half trace is removed"
+  assert "No space left on device" in line
+
+
 def test_the_step_gives_up_its_trace_before_the_users_begins(mesh8, tmp_path, monkeypatch, capsys):
   """jax takes one trace at a time, and would refuse the second by an error."""
   calls = []

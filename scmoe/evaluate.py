@@ -124,7 +124,9 @@ def main(argv: list[str]) -> None:
     try:
       write_json(out, figures)
     except OSError as error:
-      raise StorageError(f"--json={values['json']!r} cannot be written: {error.strerror}") from None
+      raise StorageError(
+        f"--json={values['json']!r} cannot be written: {error.strerror or error}"
+      ) from None
 
 
 def _on_tasks(values: Mapping[str, Any], changed: Mapping[str, str]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def test_pinned_memory_and_determinism_are_asked_for(monkeypatch, tmp_path, comm
   monkeypatch.delenv(LIMIT)
   monkeypatch.setattr(start.determinism, "request", lambda: asked.append("determinism"))
   monkeypatch.setattr(replay, "open_run", stored)
+  monkeypatch.setattr(replay, "_failure", lambda bundle: None)
   monkeypatch.setattr(f"scmoe.{first}", devices)
   with pytest.raises(Devices):
     command.main(words)

@@ -337,6 +337,8 @@ def atomic_folder(folder: Path, flag: str = "to") -> Iterator[Path]:
       folder.rmdir()
     partial.rename(folder)
   except OSError as error:
-    raise StorageError(f"--{flag}={str(folder)!r} cannot be written: {error.strerror}") from None
+    raise StorageError(
+      f"--{flag}={str(folder)!r} cannot be written: {error.strerror or error}"
+    ) from None
   finally:
     shutil.rmtree(partial, ignore_errors=True)

@@ -321,7 +321,9 @@ def _write_tokenizer(tokenizer: JsonTokenizer, folder: Path) -> None:
   try:
     tokenizer.write(folder)
   except OSError as error:
-    raise StorageError(f"{folder / TOKENIZER} cannot be written: {error.strerror}") from None
+    raise StorageError(
+      f"{folder / TOKENIZER} cannot be written: {error.strerror or error}"
+    ) from None
 
 
 def _report(

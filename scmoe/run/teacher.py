@@ -193,7 +193,7 @@ def remember_teacher(teacher: Teacher, workdir: Path) -> None:
   try:
     write_json(workdir / PINNED, values)
   except OSError as error:
-    raise StorageError(f"{workdir / PINNED} cannot be written: {error.strerror}") from None
+    raise StorageError(f"{workdir / PINNED} cannot be written: {error.strerror or error}") from None
 
 
 def _pinned(workdir: Path) -> dict[str, Any]:

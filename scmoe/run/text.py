@@ -170,7 +170,7 @@ def store_tokenizer(tokenizer: Tokenizer, workdir: Path) -> None:
   try:
     tokenizer.write(path.parent)
   except OSError as error:
-    raise StorageError(f"{path} cannot be written: {error.strerror}") from None
+    raise StorageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def with_tokenizer(data: DataConfig, workdir: str | Path) -> DataConfig:

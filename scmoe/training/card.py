@@ -70,7 +70,7 @@ def write_card(workdir: Path, **said: Any) -> None:
   try:
     write_json(workdir / CARD, card)
   except OSError as error:
-    raise StorageError(f"{workdir / CARD} cannot be written: {error.strerror}") from None
+    raise StorageError(f"{workdir / CARD} cannot be written: {error.strerror or error}") from None
 
 
 def environment() -> dict[str, str]:

@@ -118,7 +118,9 @@ def keep(device_kind: str, found: Table) -> Path:
   except OSError as error:
     with contextlib.suppress(OSError):
       partial.unlink()
-    raise StorageError(f"{file} cannot be written: {error.strerror}; set XDG_CACHE_HOME") from None
+    raise StorageError(
+      f"{file} cannot be written: {error.strerror or error}; set XDG_CACHE_HOME"
+    ) from None
   use(device_kind, merged)
   return file
 

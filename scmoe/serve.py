@@ -25,7 +25,6 @@ import dataclasses
 import io
 import json
 import math
-import os
 import queue
 import sys
 import threading
@@ -36,6 +35,7 @@ from typing import IO, Any
 
 from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
 from scmoe.base.options import check_choice
+from scmoe.base.stored import ends_a_line
 from scmoe.inference.offload.needs import cached_bytes
 from scmoe.inference.offload.plan import bytes_of
 from scmoe.inference.sampling import Sampling
@@ -79,6 +79,11 @@ FLAGS = (
   ALLOW_IMPORT,
   HELP,
 )
+# What to do in place of a flag that scmoe.generate has.
+ELSEWHERE = {
+  "--workdir": "name in --model the folder that python -m scmoe.convert --workdir RUN --inference "
+  "FOLDER writes"
+}
 WARM = ("none", "flags", "all")
 _OPTIONS = tuple(field.name for field in dataclasses.fields(Request) if field.name != "prompt")
 _FIELDS = ("prompt", "id", *_OPTIONS)
@@ -89,12 +94,7 @@ MOST_HELD = 1024  # so many answers may wait for an older one before the next li
 @user_programs()
 def main(argv: list[str]) -> None:
   """Answers the requests of the input, and prints statistics when it ends."""
-  if any(word.partition("=")[0] == "--workdir" for word in argv):  # as scmoe.generate has it
-    raise ConfigError(
-      "--workdir is not a flag here; name in --model the folder that python -m scmoe.convert "
-      "--workdir RUN --inference FOLDER writes"
-    )
-  values, _ = parse(argv, FLAGS)
+  values, _ = parse(argv, FLAGS, elsewhere=ELSEWHERE)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
   simulate(values["simulate"])
@@ -241,8 +241,7 @@ def _breaks_off(path: Path) -> bool:
   if not path.is_file() or not path.stat().st_size:
     return False
   with path.open("rb") as file:
-    file.seek(-1, os.SEEK_END)
-    return file.read() != b"\n"
+    return not ends_a_line(file)
 
 
 class Lines:

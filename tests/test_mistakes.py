@@ -519,3 +519,9 @@ def test_help_on_a_section_and_a_field(capsys):
   assert "model.top_k" in capsys.readouterr().out
   with pytest.raises(ScmoeError, match="did you mean model"):
     train.main(["--help", "modell"])
+
+
+def test_a_full_disk_is_not_too_little_memory():
+  """jax has one word for both."""
+  error = RuntimeError("RESOURCE_EXHAUSTED: a.xplane.pb; No space left on device")
+  assert summary.out_of_memory(None, error) is None

@@ -12,7 +12,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from scmoe.base.errors import DataError
 
@@ -142,6 +142,12 @@ def check_shape(value: Any, shape: Any, name: str = "it") -> None:
         raise ValueError(f"{name} has no {field!r}")
   else:
     _check_type(value, shape, name)
+
+
+def ends_a_line(file: BinaryIO) -> bool:
+  """Whether the last byte of a file that is not empty ends a line; moves the file's position."""
+  file.seek(-1, os.SEEK_END)
+  return file.read(1) == b"\n"
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -16,8 +16,9 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import scmoe
@@ -132,7 +133,11 @@ TRAIN_FLAGS = (
 
 
 def parse(
-  argv: Sequence[str], flags: Sequence[Flag], *, with_fields: bool = False
+  argv: Sequence[str],
+  flags: Sequence[Flag],
+  *,
+  with_fields: bool = False,
+  elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
   """Reads `--flag=value` and `--flag value`.
 
@@ -140,6 +145,7 @@ def parse(
     argv: arguments.
     flags: the command's flags.
     with_fields: whether to accept `--config.SECTION.FIELD=VALUE` too.
+    elsewhere: what to do in place of a flag that only other commands have, by the flag (`--name`).
 
   Returns:
     The value of every flag, and (field, text) of the fields in the order given.
@@ -167,6 +173,8 @@ def parse(
     is_field = with_fields and name.startswith(FIELD)
     flag = None if is_field else known.get(name[2:]) if name.startswith("--") else None
     if flag is None and not is_field:
+      if name in elsewhere:
+        raise ConfigError(f"{name} is not a flag here; {elsewhere[name]}")
       raise ConfigError(_unknown(word, known, with_fields, before))
     before = name
     if flag is not None and flag.kind is bool and not equals:

@@ -171,11 +171,7 @@ class GuidedStep:
       return
     trace, self.trace = self.trace, None
     self.calls_to_profile = self.overlap.ablation.profile_runs
-    try:
-      jax.profiler.stop_trace()
-      trace.cleanup()
-    except Exception as error:  # the profiler, or the disk on which it writes
-      warn(f"a trace for profile-guided scheduling was lost: {type(error).__name__}: {error}")
+    _drop(trace)
     self._refused("other programs ran while it was profiled")
 
   def hold_profiling(self, held: bool) -> None:
@@ -230,8 +226,9 @@ class GuidedStep:
       self.trace = trace
       return
     if started:
-      jax.profiler.stop_trace()
-    trace.cleanup()
+      _drop(trace)
+    else:
+      trace.cleanup()
     self.calls_to_profile += 1
     self._refused("another trace is running")
 
@@ -274,6 +271,15 @@ class GuidedStep:
     text = self.program.lowered.as_text()
     parts = (text, jax.__version__, device, str(jax.device_count()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _drop(trace: tempfile.TemporaryDirectory[str]) -> None:
+  """Ends the running trace and removes it unread; a failure causes a warning."""
+  try:
+    end_recording(trace.name)
+    trace.cleanup()
+  except Exception as error:  # the profiler, or the disk on which it writes
+    warn(f"a trace for profile-guided scheduling was lost: {type(error).__name__}: {error}")
 
 
 def _kept(file: Path) -> bytes:

@@ -365,10 +365,7 @@ class Run:
     """
     self.watchdog.disarm()
     self.step_fn.give_up_trace()
-    try:
-      self._stop_trace()
-    except Exception as error:  # the profiler, or the disk on which it writes
-      warn(f"no trace in {self.workdir / 'profile'}: {type(error).__name__}: {error}")
+    self._stop_trace()
     self.journal.close()
     if not finish_saving:
       return
@@ -654,13 +651,13 @@ class Run:
       step_fn.hold_profiling(False)
 
   def _stop_trace(self) -> None:
-    """Writes the trace that was started, if one is being taken; a full disk causes a warning."""
+    """Writes the trace that was started, if one is being taken; a failure causes a warning."""
     if self.tracing:
       self.tracing = False
       first, place = self.train.profile_step, self.workdir / "profile"
       try:
         end_recording(str(place))
-      except StorageError as error:
+      except (StorageError, RuntimeError) as error:  # the disk, or the profiler
         return warn(f"no trace of steps {first} to {self.step}: {error}")
       self.journal.say(f"trace of steps {first} to {self.step}: {place}")
 

@@ -26,7 +26,14 @@ import numpy as np
 
 from scmoe.base.errors import StorageError
 from scmoe.base.output import warn
-from scmoe.base.stored import Maybe, StoredError, parse_json, read_bytes, write_whole
+from scmoe.base.stored import (
+  Maybe,
+  StoredError,
+  ends_a_line,
+  parse_json,
+  read_bytes,
+  write_whole,
+)
 
 METRICS = "metrics.jsonl"
 MOST_METRICS = 2**33  # bytes; a larger metrics.jsonl is not read
@@ -120,13 +127,8 @@ class MetricsFile:
       self._size = size
     elif self._torn:
       file.truncate(self._size)
-    if self._size and not _ends_a_line(file):
+    if self._size and not ends_a_line(file):
       file.write(b"\n")
-
-
-def _ends_a_line(file: BinaryIO) -> bool:
-  file.seek(-1, os.SEEK_END)
-  return file.read(1) == b"\n"
 
 
 def read_metrics(workdir: str | os.PathLike[str], kind: str = "train") -> list[dict[str, Any]]:

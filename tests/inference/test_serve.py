@@ -320,23 +320,21 @@ def test_no_line_is_read_while_many_answers_wait_for_an_older_one(monkeypatch):
   assert 5 < len(groups[0]) <= 1 + 4 + 5
 
 
-def test_what_cannot_be_read_ends_the_loop():
+@pytest.mark.parametrize(
+  ("error", "kind", "words"),
+  [
+    (OSError("the disk is gone"), DataError, "--input cannot be read: the disk is gone"),
+    (ValueError("not a line"), ValueError, "not a line"),
+  ],
+)
+def test_what_cannot_be_read_ends_the_loop(error, kind, words):
   def given():
     yield "a\n"
-    raise OSError("the disk is gone")
+    raise error
 
   lines = Lines(given(), 1)
   assert lines.take(wait=True) == (1, "a\n")
-  with pytest.raises(DataError, match="--input cannot be read: the disk is gone"):
-    lines.take(wait=True)
-
-  def wrong():
-    yield "a\n"
-    raise ValueError("not a line")
-
-  lines = Lines(wrong(), 1)
-  assert lines.take(wait=True) == (1, "a\n")
-  with pytest.raises(ValueError, match="not a line"):
+  with pytest.raises(kind, match=words):
     lines.take(wait=True)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scmoe.base.errors import ConfigError
 from scmoe.run import build
 
 FOLDER = Path(__file__).resolve().parents[1] / "experiments/exchange_cost"
@@ -24,8 +25,29 @@ def wirings():
   return module
 
 
+def test_arms_of_a_name_and_fields_stand_beside_the_wirings(wirings):
+  arms = wirings.arms_of(["top2"], [["four", "model.wiring=top2", "a.b=c=d"]], chunks=False)
+  assert arms == {
+    "top2": {"model.wiring": "top2"},
+    "four": {"model.wiring": "top2", "a.b": "c=d"},
+  }
+
+
+@pytest.mark.parametrize(
+  ("names", "own", "message"),
+  [
+    (["top2"], [["top2", "model.wiring=top2"]], "--arm 'top2' names an arm that there is already"),
+    ([], [], "there is no arm to time"),
+    ([], [["four", "dispatch.chunks"]], "'dispatch.chunks' is not of the form FIELD=VALUE"),
+  ],
+)
+def test_arms_that_cannot_be_are_refused(wirings, names, own, message):
+  with pytest.raises(ConfigError, match=message):
+    wirings.arms_of(names, own, chunks=False)
+
+
 def test_every_arm_of_both_links_can_be_built(wirings):
-  arms = wirings.arms_of([*wirings.WIRINGS], chunks=True)
+  arms = wirings.arms_of([*wirings.WIRINGS], [], chunks=True)
   assert len(arms) == 2 * len(wirings.WIRINGS)
   for name, own in arms.items():
     run = wirings.configured("gpt2_moe_medium", wirings.MODEL | wirings.SIZES | own)

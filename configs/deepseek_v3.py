@@ -4,8 +4,8 @@ command   python -m scmoe.train --config deepseek_v3 --config.mesh.data=16 \\
             --config.mesh.expert=64 --config.mesh.sequence=2 \\
             --config.mesh.shard_state=parameters --dry_run
 hardware  published: 2,048 H800, a pipeline of 16 stages x 64 expert ranks over 8 hosts, ZeRO-1
-          over data ranks. There is no pipeline axis here. The mesh above takes its place: data
-          ranks share all state, and two devices divide each row, since 15,360 rows a step do not
+          over data ranks. There is no pipeline axis here. The mesh above takes its place: all
+          ranks share the state, and two devices divide each row, since 15,360 rows a step do not
           divide evenly over 2,048 devices
 time      published: 180,000 GPU hours a trillion tokens, so 19.9 s a step; docs/scale.md has the
           prediction for this mesh

@@ -5,7 +5,7 @@ command   python -m scmoe.train --config longcat_flash --config.mesh.data=8 \\
             --config.mesh.shard_state=parameters --dry_run
 hardware  published: expert parallelism over 32, context parallelism over 8 and a pipeline; the
           number of GPUs is not published. There is no pipeline axis here. The mesh above takes its
-          place on 2,048 GPUs: data ranks share all state
+          place on 2,048 GPUs: ranks share all state
 time      docs/scale.md has the prediction for this mesh
 expect    never trained here; longcat_flash_small trains the same architecture on a laptop
 sizes     published: 28 layers, each a pair of blocks here, of width 6144; MLPs of 12288; latent

@@ -245,6 +245,23 @@ def test_traffic_of_a_shared_state_by_hand():
   assert parameters.memory.gradients == size // 4
 
 
+def test_a_state_shared_by_expert_ranks_by_hand():
+  """data=1 x expert=4: four devices share all but experts, each of which is on one of them."""
+  common = {"mesh__data": 1, "mesh__expert": 4, "model__wiring": "top2"}
+  none, moments, parameters = (
+    dry_run(tiny(**common, mesh__shard_state=mode)) for mode in ("none", "moments", "parameters")
+  )
+  shared = 4 * (none.parameters.total - none.parameters.routed)  # bytes, float32
+  experts = 4 * none.parameters.routed // 4  # of one device
+  assert none.traffic.gradients == 2 * shared * 3 // 4
+  assert moments.traffic.gradients == moments.traffic.parameters == shared * 3 // 4
+  assert parameters.traffic.gradients == shared * 3 // 4
+  assert none.memory.parameters == moments.memory.parameters == experts + shared
+  assert parameters.memory.parameters == experts + shared // 4
+  assert none.memory.optimizer - moments.memory.optimizer == 2 * shared * 3 // 4
+  assert moments.memory.optimizer == parameters.memory.optimizer
+
+
 def test_the_smallest_mesh_that_holds_a_shared_state():
   """Exact but for scalars, which no rank divides."""
   run, room = tiny(mesh__data=2, model__wiring="top2"), 64

@@ -263,7 +263,7 @@ def test_the_network_is_an_option():
 
 
 def test_a_mesh_that_does_not_hold_the_state_names_the_nearest_that_does():
-  """Ranks that share moments, then parameters, then experts of twice as many ranks."""
+  """Ranks that share moments, then parameters; expert ranks share all but experts."""
   fields = {"model__num_experts": 16, "model__dtype": "bfloat16", "model__num_layers": 16}
   run = tiny(mesh__data=2, mesh__expert=4, **fields)
   memory = state_memory(run)
@@ -278,20 +278,15 @@ def test_a_mesh_that_does_not_hold_the_state_names_the_nearest_that_does():
   assert found[2] is None
   assert changed_fields(run.mesh, found[1][0]) == "mesh.shard_state=parameters"
   alone = tiny(mesh__data=1, mesh__expert=8, **fields)  # no two ranks hold the same experts
-  (spread,) = on_as_many_devices(alone, state_memory(alone), [1e12])
-  assert changed_fields(alone.mesh, spread[0]) == (
-    "mesh.data=2 mesh.expert=4 mesh.shard_state=moments"
-  )
-  assert spread[1] == moments
+  memory = state_memory(alone)
+  (shared,) = on_as_many_devices(alone, memory, [memory.total - 1])
+  assert changed_fields(alone.mesh, shared[0]) == "mesh.shard_state=moments"
+  assert shared[1] < memory.total
 
 
-def test_a_mesh_that_training_refuses_is_no_nearest_mesh():
-  """Four hosts exchange over expert=4; on data=2 x expert=2 there are too few ranks for them."""
-  run = tiny(mesh__data=1, mesh__expert=4, dispatch__nodes=4)
+def test_one_rank_has_no_nearest_mesh():
+  run = tiny(mesh__data=1, mesh__expert=1)
   assert on_as_many_devices(run, state_memory(run), [1e12]) == [None]
-  alone = with_field(run, "dispatch.nodes", "2")
-  (found,) = on_as_many_devices(alone, state_memory(alone), [1e12])
-  assert (found[0].data, found[0].expert) == (2, 2)
 
 
 # --- the page -------------------------------------------------------------------------------------

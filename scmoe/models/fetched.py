@@ -8,7 +8,7 @@ pair's gradients of its experts leave the device while the pair below computes i
   forward    fetch 0 | fetch 1, pair 0 | fetch 2, pair 1 | pair 2
   backward   pair 2, fetch 1 | pair 1, fetch 0, store 2 | pair 0, store 1 | store 0
 
-`scmoe.models.regather` keeps this order of the fetches, which is that of parameters that data ranks
+`scmoe.models.regather` keeps this order of the fetches, which is that of parameters that ranks
 share. Here stand the objects in place of the arrays.
 
 The training state has an `Apart` of one array [1, ...] per layer in the host's memory in place of

@@ -15,7 +15,7 @@ follows with 22, layer 1 with 11. If device 1 has the same numbers, both end wit
 
 Why so:
 - One sum over devices per step instead of one per microbatch: half the traffic here, a sixteenth
-  with 16 microbatches. (Parameters that data ranks share are the exception: a rank has no room for
+  with 16 microbatches. (Parameters that ranks share are the exception: a rank has no room for
   a total of them all, so each group's gradients are scattered at once; `_into_shares`.)
 - The sums start inside the backward pass, layer by layer: while a layer's sum travels, the devices
   compute the gradients of the layers that are still to come. Only the sum of layer 1, the last one,
@@ -65,8 +65,7 @@ from scmoe.models.stacked import is_apart, stacked_again
 from scmoe.offload.memory import is_on_host
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.gradients import travels_over
-from scmoe.parallel.mesh import axis_size
-from scmoe.parallel.shares import AXIS, WHOLE, StateShares, is_share
+from scmoe.parallel.shares import WHOLE, Division, StateShares, is_share
 
 PyTree = Any
 
@@ -151,7 +150,7 @@ def accumulate(
 
   Args:
     objective: gives the losses and their counts.
-    params: in the dtypes in which the loss reads them; `Share`s where data ranks share them.
+    params: in the dtypes in which the loss reads them; `Share`s where ranks share them.
     router: state that gradients do not train.
     batch: this device's share, leaves [A, B, ...] of A microbatches. Microbatch i has the key `rng`
       folded with i.
@@ -161,7 +160,7 @@ def accumulate(
     flight: see `group_size`. The results do not depend on it.
     factor: multiplies the loss before it is differentiated, and so the gradients (`LossScaling`);
       the returned loss is without it.
-    shares: says for which parameters a data rank gets only its share of the gradient; None: for
+    shares: says for which parameters a rank gets only its share of the gradient; None: for
       none.
 
   Returns:
@@ -354,27 +353,27 @@ def for_last_group(totals: PyTree, specs: PyTree, dtype: str, *, empty: bool) ->
 
 
 def _into_shares(totals: PyTree, params: PyTree, shares: StateShares) -> PyTree:
-  """Prepares the last group's totals of gradients of which a data rank gets only its share.
+  """Prepares the last group's totals of gradients of which a rank gets only its share.
 
   If ranks share the parameter too, the total is a share from the beginning: each group's
   gradient is scattered before it is added. If they share only its moments, the last group's
   backward pass scatters the total (`GradientTotal.into`). Other totals stay as they are.
   """
-  bucket, ranks = shares.how.bucket, axis_size(AXIS)
+  bucket = shares.how.bucket
 
-  def tell(dimension: int, total: GradientTotal | None, param: Any) -> GradientTotal | None:
-    if dimension == WHOLE or total is None:
+  def tell(how: Division, total: GradientTotal | None, param: Any) -> GradientTotal | None:
+    if how == WHOLE or total is None:
       return total
     if is_share(param):
-      others = tuple(axis for axis in total.axes if axis != AXIS)
+      others = tuple(axis for axis in total.axes if axis not in how.axes)
       return dataclasses.replace(total, axes=others, bucket=bucket)
     shape = list(param.shape)
-    shape[dimension] //= ranks
+    shape[how.dimension] //= how.ranks
     into = jnp.zeros(shape, jnp.promote_types(param.dtype, jnp.float32))
     value = None if total.empty else total.value
-    return dataclasses.replace(total, value=value, into=into, dimension=dimension, bucket=bucket)
+    return dataclasses.replace(total, value=value, into=into, division=how, bucket=bucket)
 
-  return jax.tree.map(tell, shares.dimensions, totals, params)
+  return jax.tree.map(tell, shares.divisions, totals, params)
 
 
 def _bare(params: PyTree) -> PyTree:

@@ -7,7 +7,7 @@ with respect to the totals, and says why there are some.
 Parameters pass through this module, with their totals, before a model reads them. `run_trunks`
 hands the totals of the stack of pairs to `added_by_scan`, or the stack to `added_by_layer`, and
 each pair's own parameters to `ready` or, in a scan, to `ready_in_turn`: they call `added`, and
-gather what data ranks share. The objective hands all other parameters to `ready_beside_pairs`.
+gather what ranks share. The objective hands all other parameters to `ready_beside_pairs`.
 Adapters, which are small, pass through `added` together.
 
 A scan's layers add to their totals in place (`Turn`). If each layer read its total from one stack,
@@ -34,7 +34,7 @@ from scmoe.models.stacked import Apart, each_layer, is_apart, padded_stack, spli
 from scmoe.offload.memory import is_on_host
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.gradients import Sent, sum_over_devices
-from scmoe.parallel.shares import AXIS, WHOLE, Share, is_share, scattered
+from scmoe.parallel.shares import WHOLE, Division, is_share, scattered
 
 PyTree = Any
 
@@ -57,7 +57,7 @@ class GradientTotal:
     dtype: dtype in which the total travels between devices.
     last: whether the group that is differentiated now is the step's last.
     empty: whether there was no earlier group: only the shape of `value` is then read.
-    dimension: the dimension that data ranks divide, for a total with `into`.
+    division: how ranks divide the parameter, for a total with `into`.
     bucket: see `scmoe.parallel.shares.Gathering`.
     squares: float32 zeros [L], or [] for one layer, if the parameter and `value` lie in the host's
       memory (`scmoe.models.fetched`), else None. In the last group the gradient with respect to
@@ -72,7 +72,7 @@ class GradientTotal:
   dtype: str = dataclasses.field(default="float32", metadata={"static": True})
   last: bool = dataclasses.field(default=False, metadata={"static": True})
   empty: bool = dataclasses.field(default=False, metadata={"static": True})
-  dimension: int = dataclasses.field(default=WHOLE, metadata={"static": True})
+  division: Division = dataclasses.field(default=WHOLE, metadata={"static": True})
   bucket: int = dataclasses.field(default=0, metadata={"static": True})
   squares: Any = None
   into: Any = None
@@ -95,8 +95,8 @@ def added(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
 
   The gradient with respect to a total is the total plus the gradients of all copies; in the last
   group it is also summed over the devices on `GradientTotal.axes`. Parameters with a total have no
-  gradient of their own. A `Share` with a total is gathered, and its gradient scattered over the
-  data ranks.
+  gradient of their own. A `Share` with a total is gathered, and its gradient scattered over its
+  ranks.
 
   Args:
     copies: the parameters, once for each microbatch of a group, before the model reads them.
@@ -336,6 +336,14 @@ _ended.defvjp(
 )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Divided:
+  """How ranks divide the parameters of a call of `_added`, which a backward pass has to know."""
+
+  hows: tuple[Division, ...] = dataclasses.field(metadata={"static": True})
+
+
 @jax.custom_vjp
 def _added(
   copies: list[list[Any]],
@@ -349,24 +357,24 @@ def _added(
 
 def _added_fwd(copies, totals, stacks, layer):
   unread = lambda total: dataclasses.replace(total, value=None) if total.empty else total
-  divided_at = [Share(None, x.dimension if is_share(x) else WHOLE) for x in copies[0]]
+  divided = Divided(tuple(x.division if is_share(x) else WHOLE for x in copies[0]))
   # This does not call `_added`: policies of rematerialisation could not see the gathers inside it.
   whole = _all_gathered(copies, lambda _: True)
-  return (whole, stacks), (divided_at, [unread(total) for total in totals], layer)
+  return (whole, stacks), (divided, [unread(total) for total in totals], layer)
 
 
 def _added_bwd(kept, bars):
-  divided_at, totals, layer = kept
+  divided, totals, layer = kept
   bars, stacks = bars
   with jax.named_scope("gradients" if any(total.last for total in totals) else "accumulate"):
     wide = [
       [bar.astype(jnp.promote_types(bar.dtype, jnp.float32)) for bar in copy] for copy in bars
     ]
     values, bars = _old_values(totals, bars, stacks, layer)
-    here = [i for i, divided in enumerate(divided_at) if divided.dimension != WHOLE]
+    here = [i for i, how in enumerate(divided.hows) if how != WHOLE]
     addends = [functools.reduce(jnp.add, [copy[i] for copy in wide]) for i in here]
-    dimensions = [divided_at[i].dimension for i in here]
-    for i, share in zip(here, _scattered(addends, dimensions, [totals[i] for i in here])):
+    hows = [divided.hows[i] for i in here]
+    for i, share in zip(here, _scattered(addends, hows, [totals[i] for i in here])):
       values[i] = share if values[i] is None else values[i] + share
     for copy in wide:
       for i in set(range(len(totals))) - set(here):
@@ -415,11 +423,11 @@ def _sent(total: GradientTotal, value: Array) -> GradientTotal:
 def _reduced(totals: list[GradientTotal], values: list[Array]) -> list[GradientTotal]:
   """The gradients with respect to totals: this device's new totals, summed over `axes`.
 
-  A total with `into` is scattered over the data ranks, and summed over the other axes.
+  A total with `into` is scattered over the parameter's ranks, and summed over the other axes.
   """
   here = [i for i, total in enumerate(totals) if total.into is not None]
   ending = [totals[i] for i in here]
-  shares = _scattered([values[i] for i in here], [total.dimension for total in ending], ending)
+  shares = _scattered([values[i] for i in here], [total.division for total in ending], ending)
   found = []
   for i, (total, value) in enumerate(zip(totals, values)):
     if total.into is None:
@@ -427,18 +435,18 @@ def _reduced(totals: list[GradientTotal], values: list[Array]) -> list[GradientT
       away = total.squares is not None
       found.append(_sent(total, value) if away else dataclasses.replace(total, value=value))
     else:
-      others = tuple(axis for axis in total.axes if axis != AXIS)
+      others = tuple(axis for axis in total.axes if axis not in total.division.axes)
       share = sum_over_devices(shares[here.index(i)], others, total.dtype)
       found.append(dataclasses.replace(total, value=None, into=share))
   return found
 
 
 def _scattered(
-  addends: Sequence[Array], dimensions: Sequence[int], totals: Sequence[GradientTotal]
+  addends: Sequence[Array], hows: Sequence[Division], totals: Sequence[GradientTotal]
 ) -> list[Array]:
   if not addends:
     return []
-  return scattered(addends, dimensions, totals[0].dtype, totals[0].bucket)
+  return scattered(addends, hows, totals[0].dtype, totals[0].bucket)
 
 
 _added.defvjp(_added_fwd, _added_bwd)

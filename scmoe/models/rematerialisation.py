@@ -25,7 +25,7 @@ def rematerialised(
       experts recompute their activations themselves (`OnDevice.recompute`).
     kept: names of values (`jax.ad_checkpoint.checkpoint_name`) that the forward pass keeps under
       any preset.
-    gathers: whether the body gathers its parameters from the data ranks' shares, or fetches them
+    gathers: whether the body gathers its parameters from the ranks' shares, or fetches them
       from the host's memory. The backward pass does so again unless `kept` contains `GATHERED`.
 
   Raises:

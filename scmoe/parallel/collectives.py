@@ -63,7 +63,7 @@ NAMES = (
   # choices of each expert, if experts lie in the host's memory
   "weights",  # gathers of experts' weights; over the devices that share an expert also gathers of
   # its rows, and sums of these devices' results
-  "parameters",  # gathers of parameters of which data ranks hold shares
+  "parameters",  # gathers of parameters of which ranks hold shares
   "vocabulary",  # rows of an embedding that data ranks partition, hidden states for its scores,
   # and the gradients of both
   "sequence",  # attention's queries, keys, values, results and gradients, between the devices that

@@ -70,8 +70,8 @@ class MeshConfig(Options, path="mesh"):
   """Sizes of the mesh axes, and how the state and attention are divided over the devices.
 
   The product of the sizes is the number of devices used. The other options say how attention
-  crosses the sequence axis, what the ranks of the data axis share or partition and how they gather
-  it, and in which memory moments lie.
+  crosses the sequence axis, what ranks share or partition and how they gather it, and in which
+  memory moments lie.
   """
 
   data: int = option(-1, "devices on the data axis; -1 takes all that the others leave", minimum=-1)
@@ -93,8 +93,8 @@ class MeshConfig(Options, path="mesh"):
   )
   shard_state: str = option(
     "none",
-    "what the ranks of the data axis share instead of holding it whole: none; the optimizer's "
-    "moments; or parameters too, gathered a pair at a time (docs/scale.md)",
+    "what the devices with equal parameters share instead of each holding it whole: none; the "
+    "optimizer's moments; or parameters too, gathered a pair at a time (docs/scale.md)",
     choices=("none", "moments", "parameters"),
   )
   gather_again: bool = option(
@@ -206,6 +206,11 @@ class MeshConfig(Options, path="mesh"):
     return self.data if self.embedding == "partitioned" else 1
 
   @property
+  def shares_state(self) -> bool:
+    """Whether devices hold shares of the state: there are several with the same parameters."""
+    return self.shard_state != "none" and self.token_shards > 1
+
+  @property
   def words(self) -> str:
     """The axes and their sizes for a line of text: data 2 x expert 4 x tensor 1 x sequence 2.
 
@@ -221,7 +226,10 @@ class MeshConfig(Options, path="mesh"):
 
   @property
   def token_shards(self) -> int:
-    """Number of shards of the batch's tokens: `batch_shards`, times the parts of a row."""
+    """Number of shards of the batch's tokens: `batch_shards`, times the parts of a row.
+
+    So many devices have equal parameters, but for experts and what a tensor axis divides.
+    """
     return self.batch_shards * self.sequence
 
   @property

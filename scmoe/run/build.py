@@ -30,7 +30,7 @@ from scmoe.models.objective import RoutedObjective
 from scmoe.models.preference import Preference
 from scmoe.models.stacked import leading_dimensions
 from scmoe.parallel.mesh import make_mesh, shardings_of
-from scmoe.parallel.shares import Gathering, StateShares, share_dimensions
+from scmoe.parallel.shares import Gathering, StateShares, divisions
 from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.modality import modality_of
 from scmoe.run.model import Params, build_model, derived_overlap, make_model, router_shapes
@@ -353,7 +353,7 @@ class Built:
   def training_model(self, params: Params) -> Any:
     """The model with the training state's parameters, for evaluation during training.
 
-    If data ranks share the parameters (`mesh.shard_state=parameters`), each of them is a `Share`,
+    If ranks share the parameters (`mesh.shard_state=parameters`), each of them is a `Share`,
     which a pair gathers as it begins. An expert in the host's memory is an `InHostMemory`, and
     fetched.
     """
@@ -396,19 +396,19 @@ def build(
 
 
 def shares_of(run: RunConfig, shapes: Params) -> StateShares | None:
-  """Which data rank holds which share of the state; None if each holds all of it.
+  """Which rank holds which share of the state; None if each holds all of it.
 
   Args:
     run: resolved; its `mesh.shard_state` decides.
     shapes: of the parameters, from `build_model`.
   """
   mesh = run.mesh
-  if mesh.shard_state == "none" or mesh.data == 1:
+  if not mesh.shares_state:
     return None
   return StateShares(
     parameters=mesh.shard_state == "parameters",
     specs=jax.tree.map(lambda s: s.sharding.spec, shapes),
-    dimensions=share_dimensions(shapes, leading_dimensions),
+    divisions=divisions(shapes, leading_dimensions),
     how=Gathering(mesh.bucket_bytes, mesh.gather_again, mesh.gather_ahead),
   )
 

@@ -44,7 +44,7 @@ class Memory:
   """Bytes on each device, by kind.
 
   Attributes:
-    parameters, gradients, optimizer: exact. Where data ranks share the state (`mesh.shard_state`)
+    parameters, gradients, optimizer: exact. Where ranks share the state (`mesh.shard_state`)
       gradients are this rank's shares; with `moments` and several microbatches they are whole until
       the last microbatch is added, and a scan over pairs makes the shares beside them.
     activations: what one microbatch keeps for the backward pass, and what the backward pass
@@ -246,6 +246,7 @@ def _work(plan: _Planned, sent: traffic.Sent) -> StepWork:
     mesh=plan.mesh.shape,
     traffic=traffic.of_step(plan.sharing.run, sent, plan.sharing),
     gradients=plan.sharing.gradient_parts,
+    gathered=plan.sharing.parameter_parts,
     state=bytes_per_device((plan.state.params, plan.state.opt_state)),
     totals=plan.sharing.gradient_bytes,
     copies=None if plan.away is None else plan.away.seconds,

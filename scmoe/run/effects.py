@@ -133,9 +133,9 @@ RULES = (
   ),
   _Rule(
     ("mesh.shard_state", "mesh.bucket_bytes", "mesh.gather_again", "mesh.gather_ahead"),
-    lambda run: run.mesh.data == 1 and run.mesh.shard_state != "none",
-    "mesh.data=1 leaves one rank, which holds the whole state",
-    "set mesh.data to 2 or more, or leave mesh.shard_state=none",
+    lambda run: run.mesh.token_shards == 1 and run.mesh.shard_state != "none",
+    "mesh.data=1, mesh.expert=1 and mesh.sequence=1 leave one rank, which holds the whole state",
+    "set mesh.data or mesh.expert to 2 or more, or leave mesh.shard_state=none",
   ),
   _Rule(
     ("mesh.sequence_attention",),

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from scmoe.base.errors import ConfigError
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import Memory, dry_run, state_memory
-
-MOVED = (1, 2, 4, 8)  # factors by which the data axis grows and the expert axis shrinks
 
 
 def on_as_many_devices(
   run: RunConfig, memory: Memory, limits: Sequence[float]
 ) -> list[tuple[MeshConfig, int] | None]:
-  """The nearest mesh of as many devices on which a step fits, and its bytes per device.
+  """The nearest mesh of the same axes on which a step fits, and its bytes per device.
 
-  First data ranks share moments, then parameters too; then the data axis takes 2, 4 or 8 times as
-  many of the devices from the expert axis, so that the ranks share experts as well. Activations and
+  First ranks share moments, then parameters too; experts lie on the devices. Activations and
   buffers stay those of the run, since each device has as many tokens as before.
 
   Args:
@@ -28,32 +24,16 @@ def on_as_many_devices(
     limits: bytes of a device; the result has an entry for each, None if no such mesh fits.
   """
   found: list[tuple[MeshConfig, int] | None] = [None] * len(limits)
-  vocabulary = run.model.vocab_size
-  for mesh in _arranged(run.mesh):
-    if None not in found:
-      break
-    try:
-      candidate = dataclasses.replace(run, mesh=mesh)
-      state = state_memory(candidate.resolve(num_devices=mesh.size, vocab_size=vocabulary))
-    except ConfigError:
-      continue  # training would refuse this mesh, e.g. the experts cannot be divided so
+  for mode in ("moments", "parameters"):
+    mesh = dataclasses.replace(run.mesh, shard_state=mode, experts_in="device")
+    if mesh == run.mesh or not mesh.shares_state:
+      continue
+    state = state_memory(dataclasses.replace(run, mesh=mesh))
     needed = state.total + memory.activations + memory.exchange
     for i, limit in enumerate(limits):
       if found[i] is None and needed <= limit:
         found[i] = mesh, needed
   return found
-
-
-def _arranged(mesh: MeshConfig) -> Iterator[MeshConfig]:
-  for times in MOVED:
-    data = mesh.data * times
-    if mesh.expert % times or data == 1:
-      continue
-    for mode in ("moments", "parameters"):
-      changed = dataclasses.replace(mesh, data=data, expert=mesh.expert // times)
-      changed = dataclasses.replace(changed, shard_state=mode, experts_in="device")
-      if changed != mesh:
-        yield changed
 
 
 def changed_fields(before: MeshConfig, after: MeshConfig) -> str:
@@ -64,7 +44,7 @@ def changed_fields(before: MeshConfig, after: MeshConfig) -> str:
 
 
 def all_shared(mesh: MeshConfig) -> str:
-  """The fields with which data ranks share all state; experts then lie on the devices."""
+  """The fields with which ranks share all state; experts then lie on the devices."""
   shared = dataclasses.replace(mesh, shard_state="parameters", experts_in="device")
   return changed_fields(dataclasses.replace(mesh, shard_state="none"), shared)
 

@@ -26,7 +26,6 @@ from scmoe.blocks.timeline import (
   sequential_makespan,
   unit_times,
 )
-from scmoe.parallel.shares import AXIS
 from scmoe.profiling.roofline import Machine, StageSeconds, model_times
 from scmoe.run.config import RunConfig
 from scmoe.run.links import Links
@@ -50,6 +49,7 @@ class StepWork:
     mesh: axis of `scmoe.parallel.mesh.AXES` -> its size, in that order.
     traffic: bytes that leave a device.
     gradients: mesh axes over which gradients are added -> bytes that leave a device.
+    gathered: mesh axes over which parameters are gathered -> bytes that leave a device.
     state: bytes of parameters and moments on the device.
     totals: bytes of the float32 gradients.
     copies: bytes/s of the link to the host's memory, each way -> seconds of the step's copies; None
@@ -61,6 +61,7 @@ class StepWork:
   mesh: Mapping[str, int]
   traffic: Traffic
   gradients: Mapping[tuple[str, ...], float]
+  gathered: Mapping[tuple[str, ...], float]
   state: int
   totals: int
   copies: Callable[[float], float] | None = None
@@ -177,19 +178,20 @@ def predicted(work: StepWork, machine: Machine, links: Links, bus: float = 0.0) 
   passes = pairs * forward + dense + back + _head(run, machine)
   layers = pairs + _dense_layers(run)
   # With `mesh.shard_state=parameters` each microbatch scatters its gradients, else only the last.
-  scatters = count if run.mesh.shard_state == "parameters" and run.mesh.data > 1 else 1
-  summed = sum(
-    links.ring(leaving, links.group(work.mesh, axes)) for axes, leaving in work.gradients.items()
+  each = run.mesh.shares_state and run.mesh.shard_state == "parameters"
+  scatters = count if each else 1
+  seconds = lambda parts: sum(
+    links.ring(leaving, links.group(work.mesh, axes)) for axes, leaving in parts.items()
   )
   return Prediction(
     computation=count * passes,
     exchanges=count * pairs * sent,
     exposed=count * pairs * (exposed_forward + exposed_backward),
-    gradients=_outlasting(summed, scatters * back, layers),
-    parameters=links.ring(traffic.parameters, links.group(work.mesh, (AXIS,))),
+    gradients=_outlasting(seconds(work.gradients), scatters * back, layers),
+    parameters=seconds(work.gathered),
     attention=_attention(work, links, stages),
     tensor=links.ring(traffic.tensor, links.group(work.mesh, ("tensor",))),
-    embedding=links.ring(traffic.embedding, links.group(work.mesh, (AXIS,))),
+    embedding=links.ring(traffic.embedding, links.group(work.mesh, ("data",))),
     update=_update(work, machine, count),
     copies=_copies(work, bus, count * passes),
   )

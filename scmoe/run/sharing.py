@@ -1,4 +1,4 @@
-"""Bytes that devices store and send when data ranks share the state, for the dry run."""
+"""Bytes that devices store and send when ranks share the state, for the dry run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scmoe.models.objective import cast_params
 from scmoe.models.stacked import STACKS
 from scmoe.parallel.gradients import axes_of
 from scmoe.parallel.mesh import TOKEN_AXES
-from scmoe.parallel.shares import AXIS, WHOLE, StateShares
+from scmoe.parallel.shares import WHOLE, Division, StateShares
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.model import derived_overlap
@@ -41,7 +41,7 @@ class Sharing:
 
   @functools.cached_property
   def shares(self) -> StateShares | None:
-    """The shares of the run's data ranks; None if each holds the whole state."""
+    """The shares of the run's ranks; None if each holds the whole state."""
     return build.shares_of(self.run, self.shapes)
 
   @property
@@ -78,11 +78,10 @@ class Sharing:
       return 0
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self.shapes)[0]]
     inside = [leaf for path, leaf in zip(paths, self._leaves) if stack_of(path) == STACKS[0]]
-    return self._bytes_of_shares([(leaf, d) for leaf, d in inside if d != WHOLE])
+    return self._bytes_of_shares([(leaf, how) for leaf, how in inside if how != WHOLE])
 
-  def _bytes_of_shares(self, leaves: list[tuple[Any, int]]) -> int:
-    ranks = self.run.mesh.data
-    return sum(bytes_per_device(x) // (1 if d == WHOLE else ranks) for x, d in leaves)
+  def _bytes_of_shares(self, leaves: list[tuple[Any, Division]]) -> int:
+    return sum(bytes_per_device(leaf) // ranks_of(leaf, how) for leaf, how in leaves)
 
   @property
   def gathered_bytes(self) -> int:
@@ -128,11 +127,11 @@ class Sharing:
 
     Where ranks share parameters, each copies its shares.
     """
-    ranks = self.run.mesh.data if self.shares is not None and self.shares.parameters else 1
+    divided = self.shares is not None and self.shares.parameters
     typed = jax.tree.leaves(jax.eval_shape(self.cast, self.shapes))
     return sum(
-      bytes_per_device(leaf.update(dtype=read.dtype)) // (1 if d == WHOLE else ranks)
-      for (leaf, d), read in zip(self._leaves, typed)
+      bytes_per_device(leaf.update(dtype=read.dtype)) // (ranks_of(leaf, how) if divided else 1)
+      for (leaf, how), read in zip(self._leaves, typed)
       if read.dtype != leaf.dtype
     )
 
@@ -157,13 +156,13 @@ class Sharing:
         parts[axes] = parts.get(axes, 0.0) + leaving
 
     share = jnp.dtype(self.run.overlap.gradient_dtype).itemsize / 4  # of float32
-    for leaf, dimension in self._leaves:
+    for leaf, how in self._leaves:
       axes = set(TOKEN_AXES) - set(axes_of(leaf.sharding.spec))
       size, shape = share * bytes_per_device(leaf), leaf.sharding.mesh.shape
-      if dimension != WHOLE:
-        ranks = shape[AXIS]
-        add((AXIS,), times * (ranks - 1) / ranks * size)
-        size, axes = size / ranks, axes - {AXIS}
+      if how != WHOLE:
+        ranks = ranks_of(leaf, how)
+        add(how.axes, times * (ranks - 1) / ranks * size)
+        size, axes = size / ranks, axes - set(how.axes)
       axes = tuple(axis for axis in shape if axis in axes)
       copies = math.prod(shape[axis] for axis in axes)
       add(axes, 2 * (copies - 1) / copies * size)
@@ -172,25 +171,34 @@ class Sharing:
   @property
   def parameter_traffic(self) -> int:
     """Bytes of parameters that leave a device in a step: all-gathers of shares."""
+    return round(sum(self.parameter_parts.values()))
+
+  @functools.cached_property
+  def parameter_parts(self) -> dict[tuple[str, ...], float]:
+    """The same by the mesh axes over which they are gathered."""
     if self.shares is None:
-      return 0
-    part = (self.run.mesh.data - 1) / self.run.mesh.data
-    pairs, beside = self._read_bytes
-    if not self.shares.parameters:
-      return round(part * (pairs + beside))
-    times = 2 if self.run.mesh.gather_again else 1
-    return round(part * self._microbatches * (beside + times * pairs))
+      return {}
+    of_pairs = of_others = 1
+    if self.shares.parameters:
+      of_others = self._microbatches
+      of_pairs = of_others * (2 if self.run.mesh.gather_again else 1)
+    parts: dict[tuple[str, ...], float] = {}
+    for inside, leaf, how, size in self._read:
+      ranks = ranks_of(leaf, how)
+      times = of_pairs if inside else of_others
+      parts[how.axes] = parts.get(how.axes, 0.0) + times * (ranks - 1) / ranks * size
+    return parts
 
   @property
   def _microbatches(self) -> int:
     return self.run.train.microbatches(self.run.data.seq_len)
 
   @property
-  def _leaves(self) -> list[tuple[Any, int]]:
+  def _leaves(self) -> list[tuple[Any, Division]]:
     shapes = jax.tree.leaves(self.shapes)
     if self.shares is None:
       return [(leaf, WHOLE) for leaf in shapes]
-    return list(zip(shapes, jax.tree.leaves(self.shares.dimensions)))
+    return list(zip(shapes, jax.tree.leaves(self.shares.divisions)))
 
   @functools.cached_property
   def _read_bytes(self) -> tuple[int, int]:
@@ -198,18 +206,31 @@ class Sharing:
 
     They are those of whole parameters in the types in which the model reads them.
     """
-    assert self.shares is not None
-    typed = jax.eval_shape(self.cast, self.shapes)
     found = {True: 0, False: 0}
-
-    def add(path: Any, leaf: Any, read: Any, dimension: int) -> None:
-      if dimension != WHOLE:
-        inside = stack_of(path) == STACKS[0]
-        wide = jnp.dtype(leaf.dtype).itemsize
-        found[inside] += bytes_per_device(leaf) * jnp.dtype(read.dtype).itemsize // wide
-
-    jax.tree_util.tree_map_with_path(add, self.shapes, typed, self.shares.dimensions)
+    for inside, _, _, size in self._read:
+      found[inside] += size
     return found[True], found[False]
+
+  @functools.cached_property
+  def _read(self) -> list[tuple[bool, Any, Division, int]]:
+    """For each shared parameter: whether it is a pair's, its shape, its division, and its bytes.
+
+    The bytes are those of the whole parameter in the type in which the model reads it.
+    """
+    assert self.shares is not None
+    typed = jax.tree.leaves(jax.eval_shape(self.cast, self.shapes))
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self.shapes)[0]]
+    found = []
+    for path, (leaf, how), read in zip(paths, self._leaves, typed):
+      if how != WHOLE:
+        size = bytes_per_device(leaf.update(dtype=read.dtype))
+        found.append((stack_of(path) == STACKS[0], leaf, how, size))
+    return found
+
+
+def ranks_of(leaf: Any, how: Division) -> int:
+  """Number of ranks that divide a parameter, a `jax.ShapeDtypeStruct` with a sharding."""
+  return math.prod(leaf.sharding.mesh.shape[axis] for axis in how.axes)
 
 
 def bytes_per_device(tree: PyTree) -> int:

@@ -219,7 +219,7 @@ def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
     changed = dataclasses.replace(run, mesh=both)
     if run.model.wiring_rule.taps and not experts_refused(changed):
       found.append(("mesh.moments_in=host mesh.experts_in=host", changed))
-  if mesh.data > 1 and not run.lora.rank:
+  if mesh.token_shards > 1 and not run.lora.rank:
     modes = ("none", "moments", "parameters")
     for word in modes[modes.index(mesh.shard_state) + 1 :]:
       shared = dataclasses.replace(mesh, shard_state=word, experts_in="device")
@@ -230,7 +230,7 @@ def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
 def _nearest_mesh(run: RunConfig, limit: int | None) -> str:
   """Suggests the nearest mesh that holds the state.
 
-  It has as many devices, or else the fewest data ranks that share all state with which a step fits.
+  It has as many devices, or else the fewest data ranks with which a step fits if all ranks share.
   "" if 1,024 times as many are too few, on a CPU, with adapters, or if `limit` is unknown.
   """
   if limit is None or jax.default_backend() == "cpu":  # simulated devices share one memory

@@ -9,7 +9,6 @@ from typing import Any
 from scmoe.base.sizes import size_of
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.parallel.sequence import HEADS
-from scmoe.parallel.shares import AXIS
 from scmoe.profiling.exchanges import collectives
 from scmoe.run.config import RunConfig
 from scmoe.run.sharing import Sharing
@@ -24,8 +23,8 @@ class Traffic:
       microbatches: of rows, and with `dispatch.transport=per_rank` of their choices.
     all_to_all: what leaves the device in them.
     gradients: ring all-reduce of the gradients of replicated parameters; their reduce-scatter
-      where data ranks share the state.
-    parameters: all-gathers of parameters that data ranks share.
+      where ranks share the state.
+    parameters: all-gathers of parameters that ranks share.
     sequence: queries, keys, values, results and their gradients, sent to the devices that have
       other tokens of the same rows (`mesh.sequence`).
     tensor: sums over the devices that divide hidden widths, heads and vocabulary (`mesh.tensor`),
@@ -80,13 +79,13 @@ def sent_in(jaxpr: Any, mesh: Mapping[str, int]) -> Sent:
     mesh: axis -> its size.
   """
   exchanges = all_to_all = sequence = largest = tensor = embedding = 0
-  width, ranks = mesh["tensor"], mesh[AXIS]
+  width, ranks = mesh["tensor"], mesh["data"]
   kinds = ("all_to_all", "ppermute", "psum", "all_gather", "reduce_scatter")
   for equation, times in collectives(jaxpr, kinds):
     buffer, params = equation.invars[0].aval, equation.params
     size = sum(v.aval.size * v.aval.dtype.itemsize for v in equation.invars)
     name = equation.primitive.name
-    if name != "psum" and params["axis_name"] in (AXIS, (AXIS,)):
+    if name != "psum" and params["axis_name"] in ("data", ("data",)):
       share = ranks - 1 if name == "all_gather" else (ranks - 1) / ranks
       embedding += round(times * share * size)
     elif name in ("psum", "all_gather"):
@@ -115,7 +114,7 @@ def of_step(run: RunConfig, sent: Sent, sharing: Sharing) -> Traffic:
   Args:
     run: resolved.
     sent: traffic of one microbatch.
-    sharing: traffic that depends on how the run's data ranks share the state.
+    sharing: traffic that depends on how the run's ranks share the state.
   """
   microbatches = run.train.microbatches(run.data.seq_len)
   return Traffic(
@@ -133,7 +132,7 @@ def lines(traffic: Traffic, mesh: MeshConfig) -> list[str]:
   """The lines that `--dry_run` prints about traffic."""
   if mesh.size == 1:
     return ["", "traffic      none: one device"]
-  how = "reduce-scatter" if mesh.data > 1 and mesh.shard_state != "none" else "ring all-reduce"
+  how = "reduce-scatter" if mesh.shares_state else "ring all-reduce"
   found = [
     "",
     "traffic that leaves each device, per step",
@@ -153,10 +152,9 @@ def lines(traffic: Traffic, mesh: MeshConfig) -> list[str]:
 
 
 def shared_words(mesh: MeshConfig) -> str:
-  """Names what data ranks share and partition, as the end of a line; "" if each holds all."""
+  """Names what ranks share and partition, as the end of a line; "" if each holds all."""
   kinds = {"none": "", "moments": "moments", "parameters": "parameters and moments"}
-  shared = kinds[mesh.shard_state] if mesh.data > 1 else ""
-  words = f"; data ranks share {shared}" if shared else ""
+  words = f"; ranks share {kinds[mesh.shard_state]}" if mesh.shares_state else ""
   if mesh.embedding_ranks > 1:
-    words += "; they partition the embedding" if shared else "; data ranks partition the embedding"
+    words += "; data ranks partition the embedding"
   return words

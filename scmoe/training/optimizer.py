@@ -25,7 +25,7 @@ UNDECAYED = ("bias", "scale", "norm", "gain", "sinks")
 class Optimizer(NamedTuple):
   """An optax transformation and what the step does around it.
 
-  That is: schedule, loss scaling, spike test, division over data ranks, average of the weights, and
+  That is: schedule, loss scaling, spike test, division over ranks, average of the weights, and
   moments outside the devices' memory.
 
   `tx.update` takes `step=`, the step of the run, and `norm=`, the global norm of the gradients: the
@@ -37,7 +37,7 @@ class Optimizer(NamedTuple):
     schedule: step -> learning rate.
     scaling: how the loss is scaled; None: not at all.
     spikes: the test for spikes; None: there is none.
-    shares: which data rank updates which parameters and moments; None: each updates all it holds.
+    shares: which rank updates which parameters and moments; None: each updates all it holds.
     average: how the average of the weights is kept; None: there is none.
     on_host: how arrays in the host's memory or in files are updated: moments, and maybe lower
       halves and experts' parameters; None: all arrays lie in the devices' memory.
@@ -120,7 +120,7 @@ def make_optimizer(
     spike_sigma: see `TrainConfig`; 0: no spike test.
     specs: PartitionSpecs like the parameters; Muon needs them if `update` runs in the manual region
       without `shares`, which have specs of their own.
-    shares: the shares that each data rank updates; None: each rank updates all that it holds.
+    shares: the shares that each rank updates; None: each rank updates all that it holds.
     on_host: moments, but for those of `OnHost.kept` layers, lie in the host's memory or in files,
       and the update goes layer by layer; None: all lie in the devices' memory, and all layers are
       updated at once. Needs parameters in nested dictionaries and, if weights decay, a function as

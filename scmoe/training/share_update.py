@@ -1,4 +1,4 @@
-"""The storage and the update of the state where data ranks share it (`mesh.shard_state`).
+"""The storage and the update of the state where ranks share it (`mesh.shard_state`).
 
 A rank updates its shares of the parameters with its shares of the moments and of the gradients.
 With `moments` it then gathers the updated shares. For parameters that are stored in halves

@@ -202,7 +202,7 @@ def abstract_state(
     shapes: (params, router) as ShapeDtypeStructs with shardings. Those of `params` are the
       shardings of whole parameters (`mesh.shard_state=none`).
     optimizer: its moments, and the average of the parameters, are sharded like the parameters they
-      belong to, and divided further over data ranks if it has `Optimizer.shares`. With
+      belong to, and divided further over ranks if it has `Optimizer.shares`. With
       `Optimizer.on_host` moments, lower halves and experts' parameters lie where it says.
     mesh: counters and scalars are replicated over it.
     cast: parameters -> parameters in the types in which the model reads them. If given, float32

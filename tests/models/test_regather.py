@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from scmoe.models.gradient_totals import GradientTotal, ready
 from scmoe.models.regather import OneAhead
 from scmoe.parallel.mesh import MeshConfig, make_mesh, manual
-from scmoe.parallel.shares import Gathering, Share
+from scmoe.parallel.shares import Division, Gathering, Share
 
 PAIRS, WIDTH = 4, 6
 
@@ -23,7 +23,7 @@ def gradients(weights, x, one_ahead):
   totals = [[GradientTotal(jnp.zeros(w.shape))] for w in weights]
 
   def loss(shares, totals, x):
-    copies = [[[Share(share, -2, Gathering())]] for share in shares]
+    copies = [[[Share(share, Division(-2, ("data",)), Gathering())]] for share in shares]
     run = OneAhead(body, totals) if one_ahead else None
     for own, total in zip(copies, totals):
       if run is None:

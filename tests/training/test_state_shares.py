@@ -1,4 +1,4 @@
-"""Steps whose data ranks share the state are the steps of ranks that each hold all of it."""
+"""Steps whose ranks share the state are the steps of ranks that each hold all of it."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from scmoe.models.gradient_sums import accumulate
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.gradients import global_norm
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, batch_sharding, manual
-from scmoe.parallel.shares import WHOLE, share_dimension, share_spec
+from scmoe.parallel.shares import WHOLE, Division, division, share_dimension, share_spec
 from scmoe.run.build import build
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
@@ -357,23 +357,27 @@ def collectives(mode, **sharing):
 
 @pytest.mark.parametrize("which", ["by mode", night("by option")])
 def test_small_arrays_travel_together(which):
-  """A bucket for the float32 arrays of a pair (all, in this model), one for those beside pairs."""
+  """A bucket for a pair's experts, one for its other arrays, and one for those beside pairs.
+
+  All are float32 in this model. Experts are divided over the data axis, all else over both axes.
+  """
   own = built("parameters")
-  dimensions = jax.tree_util.tree_leaves_with_path(own.optimizer.shares.dimensions)
-  shared = [path for path, dimension in dimensions if dimension != WHOLE]
+  divisions = jax.tree_util.tree_leaves_with_path(own.optimizer.shares.divisions)
+  shared = [path for path, how in divisions if how != WHOLE]
   pairs = sum("stages" in jax.tree_util.keystr(path) for path in shared)
   beside = len(shared) - pairs
+  assert {how.axes for _, how in divisions} == {("data",), ("data", "expert")}
   assert pairs > 10
   assert beside > 2
   # Forward and backward pass gather a pair; the exchange gathers its counts of rows, too.
   counts = collectives("none")["all_gather"]
   if which == "by mode":
     shared = collectives("parameters")
-    assert shared == {"all_gather": 2 * 1 + 1 + counts, "reduce_scatter": 1 + 1}
-    assert collectives("moments") == {"all_gather": 1 + counts, "reduce_scatter": 1 + 1}
+    assert shared == {"all_gather": 2 * 2 + 1 + counts, "reduce_scatter": 2 + 1}
+    assert collectives("moments") == {"all_gather": 2 + counts, "reduce_scatter": 2 + 1}
     return
   kept = collectives("parameters", gather_again=False)
-  assert kept == {"all_gather": 1 + 1 + counts, "reduce_scatter": 1 + 1}
+  assert kept == {"all_gather": 2 + 1 + counts, "reduce_scatter": 2 + 1}
   alone = collectives("parameters", bucket_bytes=0, gather_again=False)
   assert alone == {"all_gather": pairs + beside + counts, "reduce_scatter": pairs + beside}
 
@@ -429,7 +433,7 @@ def test_the_forward_pass_keeps_whole_weights_only_if_it_is_told_to(again):
   wholes = {
     s.shape
     for (path, s), d in zip(
-      jax.tree_util.tree_leaves_with_path(own.shapes), jax.tree.leaves(shares.dimensions)
+      jax.tree_util.tree_leaves_with_path(own.shapes), jax.tree.leaves(shares.divisions)
     )
     if path[0].key == "stages" and s.ndim > 2 and d != WHOLE
   }
@@ -464,19 +468,36 @@ def scans(jaxpr):
     ((16, 15, 2048, 1024), 1, 2, -2),
     ((50257, 768), 0, 8, -1),
     ((50304, 768), 0, 8, -2),
-    ((4, 3, 5), 1, 2, WHOLE),
-    ((4,), 1, 2, WHOLE),
-    ((), 0, 2, WHOLE),
-    ((8, 8), 0, 1, WHOLE),  # one rank
+    ((4, 3, 5), 1, 2, 0),
+    ((4,), 1, 2, 0),
+    ((), 0, 2, 0),
+    ((8, 8), 0, 1, 0),  # one rank
   ],
 )
 def test_ranks_divide_the_first_dimension_that_they_divide_evenly(shape, leading, ranks, dimension):
   assert share_dimension(shape, leading, ranks) == dimension
 
 
-def test_the_data_axis_divides_what_other_axes_have_left():
-  assert share_spec(P(None, "expert", None, ("shard", "tensor")), -3) == P(
+@pytest.mark.parametrize(
+  ("shape", "axes", "how"),
+  [
+    ((8, 6), {"data": 2, "expert": 4}, Division(-2, ("data", "expert"))),
+    ((6, 16), {"data": 2, "expert": 4}, Division(-1, ("data", "expert"))),
+    ((6, 10), {"data": 2, "expert": 4}, Division(-2, ("data",))),  # 8 divides neither
+    ((6, 10), {"data": 1, "expert": 2}, Division(-2, ("expert",))),
+    ((5, 7), {"data": 2, "expert": 4}, WHOLE),
+    ((8, 8), {"data": 1, "expert": 1}, WHOLE),
+  ],
+)
+def test_ranks_of_as_many_axes_as_can_divide_an_array(shape, axes, how):
+  assert division(shape, 0, axes) == how
+
+
+def test_ranks_divide_what_other_axes_have_left():
+  over_data = Division(-3, ("data",))
+  assert share_spec(P(None, "expert", None, ("shard", "tensor")), over_data) == P(
     None, ("expert", "data"), None, ("shard", "tensor")
   )
-  assert share_spec(P(None, None), -1) == P(None, "data")
+  assert share_spec(P(None, None), Division(-1, ("data",))) == P(None, "data")
+  assert share_spec(P(None, None), Division(-2, ("data", "expert"))) == P(("data", "expert"), None)
   assert share_spec(P("tensor"), WHOLE) == P("tensor")

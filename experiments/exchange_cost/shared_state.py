@@ -83,18 +83,19 @@ class StepArm:
 
 
 def step_arm(run: RunConfig, states: dict[str, MeasuredState], profiles: Path) -> StepArm:
-  """The step of a resolved run, on the state of its wiring, which is made if `states` lacks it.
+  """The step of a resolved run, on a state of its kind, which is made if `states` lacks it.
 
   Args:
     run: resolved.
-    states: by wiring.
+    states: by wiring and `mesh.shard_state`.
     profiles: folder of the measured times.
   """
   built = build.build(run)
-  if run.model.wiring not in states:
-    states[run.model.wiring] = MeasuredState(built)
+  kind = f"{run.model.wiring}, {run.mesh.shard_state}"
+  if kind not in states:
+    states[kind] = MeasuredState(built)
   step = Steps(built, built.abstract_state(), profiles)(Variant())
-  return StepArm(step, states[run.model.wiring])
+  return StepArm(step, states[kind])
 
 
 def prepare(arms: Mapping[str, StepArm], alone: Iterable[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ the data ranks and the expert ranks in Megatron's distributed optimizer.
 Why the first dimension: the shares of all ranks, one after the other, are then the whole array, so
 that no collective has to transpose. Why never the dimension of the layers: each layer is gathered
 by itself. An array without a dimension that all its ranks can divide evenly is divided by those of
-fewer axes, the data axis last, or stays whole on every rank: nothing is padded, so parameters keep
+fewer axes, as many devices as can, or stays whole on every rank: nothing is padded, so parameters keep
 their logical shape on every mesh, and checkpoints move between meshes.
 
 `StateShares` is the only description of these shares. The step, the checkpoint and the dry run read
@@ -26,6 +26,7 @@ it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -168,16 +169,20 @@ def share_dimension(shape: Sequence[int], leading: int, ranks: int) -> int:
 
 
 def division(shape: Sequence[int], leading: int, axes: Mapping[str, int]) -> Division:
-  """How ranks divide an array: those of all axes if they can, else of all but the last, and so on.
+  """How ranks divide an array: those of all axes if they can, else of the axes with most devices.
+
+  Example: the shape (512, 12) on axes of 16, 64 and 2 devices. 2,048 devices divide neither size;
+  16 x 2 divide the 512, and so do 64 x 2, which are more.
 
   Args:
     shape, leading: as of `share_dimension`.
     axes: mesh axes whose devices hold the same array, and their sizes.
   """
-  names = tuple(axis for axis, size in axes.items() if size > 1)
-  for count in range(len(names), 0, -1):
-    taken = names[:count]
-    dimension = share_dimension(shape, leading, math.prod(axes[axis] for axis in taken))
+  names = [axis for axis, size in axes.items() if size > 1]
+  ranks = lambda taken: math.prod(axes[axis] for axis in taken)
+  some = (itertools.combinations(names, count) for count in range(len(names), 0, -1))
+  for taken in sorted(itertools.chain(*some), key=ranks, reverse=True):
+    dimension = share_dimension(shape, leading, ranks(taken))
     if dimension:
       return Division(dimension, taken)
   return WHOLE

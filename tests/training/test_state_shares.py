@@ -483,7 +483,13 @@ def test_ranks_divide_the_first_dimension_that_they_divide_evenly(shape, leading
   [
     ((8, 6), {"data": 2, "expert": 4}, Division(-2, ("data", "expert"))),
     ((6, 16), {"data": 2, "expert": 4}, Division(-1, ("data", "expert"))),
-    ((6, 10), {"data": 2, "expert": 4}, Division(-2, ("data",))),  # 8 divides neither
+    ((6, 10), {"data": 2, "expert": 4}, Division(-2, ("data",))),  # 8 and 4 divide neither
+    ((12, 7), {"data": 2, "expert": 4}, Division(-2, ("expert",))),  # 4 are more than 2
+    (
+      (512, 12),
+      {"data": 16, "expert": 64, "sequence_ring": 2},
+      Division(-2, ("expert", "sequence_ring")),
+    ),
     ((6, 10), {"data": 1, "expert": 2}, Division(-2, ("expert",))),
     ((5, 7), {"data": 2, "expert": 4}, WHOLE),
     ((8, 8), {"data": 1, "expert": 1}, WHOLE),

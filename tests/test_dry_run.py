@@ -293,6 +293,17 @@ def test_a_report_says_from_which_mesh_a_shared_state_fits():
     assert dry_run(shared).memory.total <= USABLE * device.memory
 
 
+def test_expert_ranks_that_share_need_no_data_axis():
+  """OLMoE on data=1 x expert=8 needs no second data rank where the eight ranks share."""
+  run = resolved(load_config(find_config("olmoe")), mesh__data=1, mesh__expert=8)
+  shared = resolved(
+    load_config(find_config("olmoe")),
+    mesh__data=1, mesh__expert=8, mesh__shard_state="parameters",
+  )  # fmt: skip
+  total = dry_run(shared).memory.total
+  assert smallest_data(run, [total]) == [(1, total)]
+
+
 def test_traffic_without_an_expert_axis():
   alone = dry_run(tiny(mesh__data=4)).traffic
   assert alone.exchanges == alone.all_to_all == 0

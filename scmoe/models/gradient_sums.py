@@ -177,7 +177,8 @@ def accumulate(
   # float16's range, so a scaled loss is multiplied by A too.
   scale = 1.0 if factor is None else jnp.asarray(factor) * count
   slopes = {name: scale / jnp.maximum(number, 1) for name, number in counts.items()}
-  step = _Step(objective, [params] * size, router, ahead, key_of, slopes, gradient_dtype)
+  bucket = 0 if shares is None else shares.how.bucket
+  step = _Step(objective, [params] * size, router, ahead, key_of, slopes, gradient_dtype, bucket)
   reduces = any(travels_over(spec) for spec in jax.tree.leaves(specs))
   # Gradients of experts in the host's memory leave the device from where the last group sums.
   reduces = reduces or any(map(is_in_host_memory, elsewhere_in(params)))
@@ -213,6 +214,7 @@ class _Step:
     key_of: number of a microbatch -> its key.
     slopes: gradient of the loss with respect to each term: 1 / count, times the loss scale.
     dtype: dtype in which gradients travel.
+    bucket: see `scmoe.parallel.shares.Gathering`.
   """
 
   objective: Losses
@@ -222,6 +224,7 @@ class _Step:
   key_of: Callable[[Any], Array]
   slopes: dict[str, Array]
   dtype: str
+  bucket: int
 
   def losses(self, group: Batch, first: Any) -> Callable[..., Any]:
     """`Losses.losses` of one group, as a function of (copies, totals).
@@ -249,7 +252,7 @@ class _Step:
         lambda x: _zeros(x, read=early > 0), (shapes, _bare(self.copies[0]))
       )
       zeros = self.objective.lay_out_totals(zeros) if early else zeros
-    total = lambda zero: GradientTotal.begun(zero, self.dtype)
+    total = lambda zero: GradientTotal.begun(zero, self.dtype, self.bucket)
     return done, jax.tree.map(total, zeros, is_leaf=is_apart)
 
   def add_group(self, carry: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
@@ -359,19 +362,18 @@ def _into_shares(totals: PyTree, params: PyTree, shares: StateShares) -> PyTree:
   gradient is scattered before it is added. If they share only its moments, the last group's
   backward pass scatters the total (`GradientTotal.into`). Other totals stay as they are.
   """
-  bucket = shares.how.bucket
 
   def tell(how: Division, total: GradientTotal | None, param: Any) -> GradientTotal | None:
     if how == WHOLE or total is None:
       return total
     if is_share(param):
       others = tuple(axis for axis in total.axes if axis not in how.axes)
-      return dataclasses.replace(total, axes=others, bucket=bucket)
+      return dataclasses.replace(total, axes=others)
     shape = list(param.shape)
     shape[how.dimension] //= how.ranks
     into = jnp.zeros(shape, jnp.promote_types(param.dtype, jnp.float32))
     value = None if total.empty else total.value
-    return dataclasses.replace(total, value=value, into=into, division=how, bucket=bucket)
+    return dataclasses.replace(total, value=value, into=into, division=how)
 
   return jax.tree.map(tell, shares.divisions, totals, params)
 

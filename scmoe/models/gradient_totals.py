@@ -78,11 +78,11 @@ class GradientTotal:
   into: Any = None
 
   @staticmethod
-  def begun(zeros: Any, dtype: str) -> GradientTotal:
+  def begun(zeros: Any, dtype: str, bucket: int) -> GradientTotal:
     """The total before the first microbatch, from the zeros with which it begins."""
     away = is_apart(zeros) and is_on_host(zeros.parts[0])
     squares = jnp.zeros(len(zeros.parts)) if away else None
-    return GradientTotal(zeros, dtype=dtype, squares=squares)
+    return GradientTotal(zeros, dtype=dtype, bucket=bucket, squares=squares)
 
   @property
   def summed(self) -> Any:

@@ -228,7 +228,8 @@ class MeshConfig(Options, path="mesh"):
   def token_shards(self) -> int:
     """Number of shards of the batch's tokens: `batch_shards`, times the parts of a row.
 
-    So many devices have equal parameters, but for experts and what a tensor axis divides.
+    So many devices have the same part of a parameter, except of experts and of a partitioned
+    embedding.
     """
     return self.batch_shards * self.sequence
 

@@ -15,9 +15,9 @@ the data ranks and the expert ranks in Megatron's distributed optimizer.
 
 Why the first dimension: the shares of all ranks, one after the other, are then the whole array, so
 that no collective has to transpose. Why never the dimension of the layers: each layer is gathered
-by itself. An array without a dimension that all its ranks can divide evenly is divided by those of
-fewer axes, as many devices as can, or stays whole on every rank: nothing is padded, so parameters keep
-their logical shape on every mesh, and checkpoints move between meshes.
+by itself. An array without a dimension that all its ranks can divide evenly is divided by the
+devices of fewer axes, the most that can divide one, or stays whole on every rank. Nothing is
+padded, so parameters keep their logical shape on every mesh, and checkpoints move between meshes.
 
 `StateShares` is the only description of these shares. The step, the checkpoint and the dry run read
 it.
@@ -169,10 +169,10 @@ def share_dimension(shape: Sequence[int], leading: int, ranks: int) -> int:
 
 
 def division(shape: Sequence[int], leading: int, axes: Mapping[str, int]) -> Division:
-  """How ranks divide an array: those of all axes if they can, else of the axes with most devices.
+  """How ranks divide an array: by the most devices, of some axes or all, that can divide a size.
 
-  Example: the shape (512, 12) on axes of 16, 64 and 2 devices. 2,048 devices divide neither size;
-  16 x 2 divide the 512, and so do 64 x 2, which are more.
+  Example: the shape (512, 12) on axes of 16, 64 and 2 devices. Neither 2,048 devices nor 16 x 64
+  divide a size; 64 x 2 divide the 512, and so do 16 x 2, which are fewer.
 
   Args:
     shape, leading: as of `share_dimension`.

@@ -49,8 +49,7 @@ def advice(
 
 _OTHERS = {
   "gradients": "the backward pass of the last microbatch is too short to hide them; use "
-  "overlap.gradient_dtype=bfloat16, mesh.shard_state=moments (half as many bytes there), or larger "
-  "microbatches",
+  "overlap.gradient_dtype=bfloat16, larger microbatches, or, if mesh.shard_state is none, moments",
   "counts": "each device waits until the slowest has told how many rows it sends; most of the time "
   "is imbalance between devices, not the link",
   "statistics": "each device waits for the slowest at the loss; most of the time is imbalance "

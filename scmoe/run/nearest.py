@@ -50,26 +50,38 @@ def all_shared(mesh: MeshConfig) -> str:
 
 
 def smallest_data(run: RunConfig, limits: Sequence[float]) -> list[tuple[int, int] | None]:
-  """The fewest data ranks with which a step fits if they share all state, and bytes per device.
+  """The fewest data ranks with which a step fits if all ranks share the state; bytes per device.
 
-  Each rank has as many rows as in `run`. The first number of ranks that is tried is the run's own,
-  at least 2; its bytes are those of `dry_run`. Then the number is doubled again and again, which
-  halves the bytes of parameters, gradients and moments.
+  Each rank has as many rows as in `run`, so activations and buffers stay those of the first mesh
+  that is tried. That mesh has the run's own number of data ranks, but at least two ranks that can
+  share; then the number is doubled again and again.
 
   Args:
     run: resolved.
     limits: bytes of a device; the result has an entry for each, None where 1,024 times as many
-      ranks are too few.
+      data ranks are too few.
   """
-  first = max(run.mesh.data, 2)
-  mesh = dataclasses.replace(run.mesh, data=first, shard_state="parameters", experts_in="device")
+  first = run.mesh.data if run.mesh.token_shards > 1 else 2
+  mesh = dataclasses.replace(run.mesh, shard_state="parameters", experts_in="device")
   if run.mesh.data == 1:  # nobody checked whether several ranks can partition this embedding
     mesh = dataclasses.replace(mesh, embedding="whole")
-  rows = run.train.batch_size // run.mesh.batch_shards * mesh.batch_shards
-  tokens = run.train.tokens_per_step
-  tokens = tokens if tokens % (rows * run.data.seq_len) == 0 else 0
-  train = dataclasses.replace(run.train, batch_size=rows, tokens_per_step=tokens)
-  memory = dry_run(dataclasses.replace(run, mesh=mesh, train=train)).memory
-  state = memory.parameters + memory.gradients + memory.optimizer
-  needs = [(first * 2**i, memory.total - state + state // 2**i) for i in range(11)]
-  return [next((need for need in needs if need[1] <= limit), None) for limit in limits]
+
+  def with_ranks(data: int) -> RunConfig:
+    wide = dataclasses.replace(mesh, data=data)
+    rows = run.train.batch_size // run.mesh.batch_shards * wide.batch_shards
+    tokens = run.train.tokens_per_step
+    tokens = tokens if tokens % (rows * run.data.seq_len) == 0 else 0
+    train = dataclasses.replace(run.train, batch_size=rows, tokens_per_step=tokens)
+    return dataclasses.replace(run, mesh=wide, train=train)
+
+  memory = dry_run(with_ranks(first)).memory
+  beside = memory.total - state_memory(with_ranks(first)).total
+  found: list[tuple[int, int] | None] = [None] * len(limits)
+  for data in (first * 2**i for i in range(11)):
+    if None not in found:
+      break
+    needed = state_memory(with_ranks(data)).total + beside
+    for i, limit in enumerate(limits):
+      if found[i] is None and needed <= limit:
+        found[i] = data, needed
+  return found

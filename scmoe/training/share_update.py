@@ -5,8 +5,8 @@ With `moments` it then gathers the updated shares. For parameters that are store
 (`scmoe.training.masters`), only the bfloat16 halves are gathered, 2 bytes a parameter: the other
 halves lie with the moments, because no model reads them.
 
-Bytes a rank stores for each parameter that ranks divide, with AdamW's float32 moments (8 bytes), no
-average and N ranks; the last two columns are the sums, with parameters in halves:
+Bytes a rank stores for each parameter that N ranks divide, with AdamW's float32 moments (8 bytes)
+and no average; the last two columns are the sums, with parameters in halves:
 
 | mesh.shard_state | parameters                       | moments | N = 2 | N = 8 |
 |------------------|----------------------------------|---------|-------|-------|

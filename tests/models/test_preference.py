@@ -198,7 +198,7 @@ def test_a_model_that_is_its_reference_has_no_margin():
    night((2, 2, 1), "parameters", 2), ((2, 2, 1), "parameters", 1)],
 )  # fmt: skip
 def test_a_mesh_learns_the_same(sizes, shared, count):
-  """Also where data ranks share the state; the reference is whole on each of them."""
+  """Also where ranks share the state; the reference is whole on each of them."""
   _, _, state, scalars = step_on(MeshConfig(*sizes, shard_state=shared), count)
   _, _, want, wanted = alone(count)
   for name in ("objective", "cross_entropy", "reward_margin", "reward_accuracy", "grad_norm"):

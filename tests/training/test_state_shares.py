@@ -123,6 +123,40 @@ def test_gradients_are_those_of_a_state_that_every_rank_holds(mode, remat, model
   assert_same(gradients(mode, model, microbatches, remat), gradients("none", model, microbatches))
 
 
+@pytest.mark.parametrize(
+  ("axes", "rows", "width", "over"),
+  [
+    ((1, 4, 1), {}, 16, {("expert",), ()}),
+    # Eight devices, four experts: two devices divide each expert's hidden width.
+    night((1, 8, 1), {}, 16, {("expert", "shard"), ("shard",), ()}),
+    night((2, 2, 1), {"sequence": 2}, 16,
+          {("data", "expert", "sequence_ring"), ("data", "sequence_ring")}),
+    night((2, 2, 2), {}, 16, {("data", "expert"), ("data",)}),
+    # Eight devices do not divide a width of 12; the four of the expert axis do.
+    night((2, 4, 1), {}, 12, {("data", "expert"), ("expert",), ("data",)}),
+  ],
+)  # fmt: skip
+def test_all_devices_with_equal_parameters_share(axes, rows, width, over):
+  """Three steps with shared moments, and with shared parameters, on meshes of other axes."""
+  model = dataclasses.replace(POS2, width=width)
+  found = {}
+  for mode in ("none", "moments", "parameters"):
+    own = built(mode, microbatches=2, mesh=MeshConfig(*axes, shard_state=mode, **rows), model=model)
+    if mode != "none":
+      divided = {how.axes for how in jax.tree.leaves(own.optimizer.shares.divisions)}
+      assert over <= divided
+    state, step = (
+      init_state(drawn_init(own, 0.3), own.optimizer, 0, own.abstract_state()),
+      make_train_step(own.objective, own.optimizer, own.abstract_state()),
+    )
+    for _ in range(3):
+      state, scalars, _ = step(state, own.random_batch())
+    state = state.for_checkpoint()
+    found[mode] = jax.device_get((scalars["loss"], scalars["grad_norm"], state.params))
+  for mode in ("moments", "parameters"):
+    assert_same(found[mode], found["none"])
+
+
 @pytest.mark.nightly  # by day those that are gathered one ahead are written out, too
 @pytest.mark.parametrize(
   ("mode", "model", "microbatches", "remat"),
@@ -179,7 +213,7 @@ STEPS = {  # compute type, optimizer, microbatches
 
 @functools.cache
 def run_of(mode, name, mesh):
-  """The run of a name in `STEPS`, on a mesh whose data ranks share the state by `mode`."""
+  """The run of a name in `STEPS`, on a mesh whose ranks share the state by `mode`."""
   dtype, optimizer, microbatches = STEPS[name]
   model = dataclasses.replace(MODELS["pos2"], dtype=dtype)
   mesh = dataclasses.replace(mesh, shard_state=mode)
@@ -341,9 +375,9 @@ def test_two_ranks_hold_half(name, mode, most):
   assert size[mode] <= most * size["none"]
 
 
-def collectives(mode, **sharing):
+def collectives(mode, microbatches=1, **sharing):
   """How often each kind of collective is in the compiled step of a scan over pairs."""
-  own = built(mode, "pos2", 1, MeshConfig(4, 2, 1, shard_state=mode, **sharing))
+  own = built(mode, "pos2", microbatches, MeshConfig(4, 2, 1, shard_state=mode, **sharing))
   abstract = own.abstract_state()
   step = make_train_step(own.objective, own.optimizer, abstract)
   place = batch_sharding(own.mesh, leading=1)
@@ -375,6 +409,8 @@ def test_small_arrays_travel_together(which):
     shared = collectives("parameters")
     assert shared == {"all_gather": 2 * 2 + 1 + counts, "reduce_scatter": 2 + 1}
     assert collectives("moments") == {"all_gather": 2 + counts, "reduce_scatter": 2 + 1}
+    # The loop over all microbatches but the last scatters what the last one does.
+    assert collectives("parameters", 2)["reduce_scatter"] == 2 * (2 + 1)
     return
   kept = collectives("parameters", gather_again=False)
   assert kept == {"all_gather": 2 + 1 + counts, "reduce_scatter": 2 + 1}

@@ -208,6 +208,15 @@ def test_dry_run_writes_nothing(here, capsys):
     (["--config.model.num_expertz=4"], 2, "did you mean model.num_experts"),
     (["--config.model.experts=8"], 2, "did you mean model.num_experts=8?"),
     (["--config.lr=1"], 2, "did you mean optimizer.learning_rate?"),
+    (["--tensor-model-parallel-size", "2"], 2, "did you mean --config.mesh.tensor?"),  # Megatron
+    (["--use-distributed-optimizer"], 2, "did you mean --config.mesh.shard_state?"),
+    (["--config.mesh.ici_fsdp_parallelism=8"], 2, "did you mean mesh.shard_state?"),  # MaxText
+    (
+      ["--config.parallelism.expert_parallel_degree=8"],
+      2,
+      "did you mean mesh.expert?",
+    ),  # torchtitan
+    (["--config.moe.a2a_ffn_overlap_degree=2"], 2, "did you mean dispatch.chunks?"),  # Tutel
     (["--config.model.num_experts=-3"], 2, "model.num_experts=-3"),
     (["--config.model.num_experts=four"], 2, "not of type int"),
     (["--config.model.wiring=topk", "--config.model.top_k=99"], 2, "model.top_k=99"),

@@ -128,13 +128,11 @@ def main() -> None:
 
   steps: dict[str, StepArm] = {}
   states: dict[str, MeasuredState] = {}
-  tops: set[str] = set()  # arms of top2
   with kept_programs(args.out / "programs"):
     for name, own in arms.items():
       run = configured(args.config, fields | own, tiny=args.tiny)
       run = run.resolve(num_devices=2, vocab_size=VOCABULARY)
       steps[name] = step_arm(run, states, args.out / "profiles")
-      tops |= {name} if run.model.wiring == BASE else set()
     failed = prepare(steps, [name for name in ALONE if name in steps] or [next(iter(steps))])
     timings = interleave(
       {name: arm for name, arm in steps.items() if name not in failed},
@@ -154,6 +152,7 @@ def main() -> None:
     "failed": failed,
   }
   file.write_text(json.dumps([result], indent=1) + "\n")
+  tops = {name for name, own in arms.items() if (fields | own).get("model.wiring") == BASE}
   base = min((t.median for name, t in timings.items() if name in tops), default=None)
   lines = [f"{result['label']}, {', '.join(result['machine'].values())}"]
   for name, time in timings.items():

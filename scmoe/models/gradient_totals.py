@@ -34,7 +34,7 @@ from scmoe.models.stacked import Apart, each_layer, is_apart, padded_stack, spli
 from scmoe.offload.memory import is_on_host
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.gradients import Sent, sum_over_devices
-from scmoe.parallel.shares import WHOLE, Division, is_share, scattered
+from scmoe.parallel.shares import WHOLE, Division, Share, is_share, scattered
 
 PyTree = Any
 
@@ -336,14 +336,6 @@ _ended.defvjp(
 )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Divided:
-  """How ranks divide the parameters of a call of `_added`, which a backward pass has to know."""
-
-  hows: tuple[Division, ...] = dataclasses.field(metadata={"static": True})
-
-
 @jax.custom_vjp
 def _added(
   copies: list[list[Any]],
@@ -357,7 +349,7 @@ def _added(
 
 def _added_fwd(copies, totals, stacks, layer):
   unread = lambda total: dataclasses.replace(total, value=None) if total.empty else total
-  divided = Divided(tuple(x.division if is_share(x) else WHOLE for x in copies[0]))
+  divided = [Share(None, x.division) if is_share(x) else None for x in copies[0]]
   # This does not call `_added`: policies of rematerialisation could not see the gathers inside it.
   whole = _all_gathered(copies, lambda _: True)
   return (whole, stacks), (divided, [unread(total) for total in totals], layer)
@@ -371,9 +363,9 @@ def _added_bwd(kept, bars):
       [bar.astype(jnp.promote_types(bar.dtype, jnp.float32)) for bar in copy] for copy in bars
     ]
     values, bars = _old_values(totals, bars, stacks, layer)
-    here = [i for i, how in enumerate(divided.hows) if how != WHOLE]
+    here = [i for i, share in enumerate(divided) if share is not None]
     addends = [functools.reduce(jnp.add, [copy[i] for copy in wide]) for i in here]
-    hows = [divided.hows[i] for i in here]
+    hows = [divided[i].division for i in here]
     for i, share in zip(here, _scattered(addends, hows, [totals[i] for i in here])):
       values[i] = share if values[i] is None else values[i] + share
     for copy in wide:

@@ -267,8 +267,7 @@ def make_mesh(
   check_type("devices", devices, Iterable)
   devices = list(devices)
   for device in devices:
-    if not hasattr(device, "device_kind"):  # a dry run's stand-ins have one, too
-      check_type("devices", device, jax.Device)
+    check_type("devices", device, jax.Device)
   if not devices:
     raise ConfigError("devices=[] is empty; give at least one, or None for all")
   check_whole("num_experts", num_experts, 0)
@@ -278,12 +277,29 @@ def make_mesh(
       f"mesh uses {config.size} of {len(devices)} devices; with several processes every device "
       "must be in the mesh: set mesh.data=-1"
     )
+  grid = np.array(devices[: config.size]).reshape(_axis_sizes(config, num_experts))
+  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def make_abstract_mesh(config: MeshConfig, *, num_experts: int = 0) -> AbstractMesh:
+  """The mesh of `make_mesh` without devices, of which this machine may have too few.
+
+  Args:
+    config: resolved.
+    num_experts: as of `make_mesh`.
+
+  Raises:
+    ConfigError: neither of the expert axis and the number of experts divides the other.
+  """
+  sizes = _axis_sizes(config, num_experts)
+  return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _axis_sizes(config: MeshConfig, num_experts: int) -> tuple[int, ...]:
   shards = expert_shards(config.expert, num_experts)
   ring = config.sequence if config.sequence_attention == "ring" else 1
   sequence = (ring, config.sequence // ring)
-  shape = (config.data, config.expert // shards, shards, *sequence, config.tensor)
-  grid = np.array(devices[: config.size]).reshape(shape)
-  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  return config.data, config.expert // shards, shards, *sequence, config.tensor
 
 
 def expert_shards(expert_axis: int, num_experts: int) -> int:

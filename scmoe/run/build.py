@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
@@ -29,7 +29,7 @@ from scmoe.models.flops import forward_flops, peak_flops
 from scmoe.models.objective import RoutedObjective
 from scmoe.models.preference import Preference
 from scmoe.models.stacked import leading_dimensions
-from scmoe.parallel.mesh import make_mesh, shardings_of
+from scmoe.parallel.mesh import make_abstract_mesh, make_mesh, shardings_of
 from scmoe.parallel.shares import Gathering, StateShares, divisions
 from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.modality import modality_of
@@ -478,8 +478,16 @@ def make_objective(
 
 def build_mesh(run: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
   """The device mesh of a resolved configuration."""
-  experts = run.model.num_experts if run.model.wiring_rule.taps else 0
-  return make_mesh(run.mesh, devices, num_experts=experts)
+  return make_mesh(run.mesh, devices, num_experts=_experts(run))
+
+
+def abstract_mesh(run: RunConfig) -> AbstractMesh:
+  """The mesh of a resolved configuration without devices."""
+  return make_abstract_mesh(run.mesh, num_experts=_experts(run))
+
+
+def _experts(run: RunConfig) -> int:
+  return run.model.num_experts if run.model.wiring_rule.taps else 0
 
 
 def with_wiring(run: RunConfig, name: str) -> RunConfig:

@@ -186,7 +186,7 @@ class _Planned(NamedTuple):
 
 
 def _planned(run: RunConfig) -> _Planned:
-  mesh = abstract_mesh(run)
+  mesh = build.abstract_mesh(run)
   graph, shapes = build_model(run, mesh)
   adapters = Adapters(run.lora, shapes) if run.lora.rank else None
   trained = adapters.shapes if adapters else shapes
@@ -264,21 +264,6 @@ def _larger(run: RunConfig, memory: Memory) -> dict[int, Memory]:
       exchange = times * memory.exchange
       found[times] = dataclasses.replace(memory, activations=activations, exchange=exchange)
   return found
-
-
-def abstract_mesh(run: RunConfig) -> AbstractMesh:
-  """The run's mesh without devices."""
-  devices = [_NoDevice(i) for i in range(run.mesh.size)]
-  return build.build_mesh(run, devices).abstract_mesh
-
-
-@dataclasses.dataclass(frozen=True)
-class _NoDevice:
-  # The attributes of a device that `jax.sharding.Mesh` reads when it is made.
-  id: int
-  platform: str = "cpu"
-  device_kind: str = "none"
-  process_index: int = 0
 
 
 def _batch(run: RunConfig) -> Any:

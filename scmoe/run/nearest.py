@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run.config import RunConfig
@@ -23,16 +23,33 @@ def on_as_many_devices(
     memory: of `dry_run`.
     limits: bytes of a device; the result has an entry for each, None if no such mesh fits.
   """
-  found: list[tuple[MeshConfig, int] | None] = [None] * len(limits)
-  for mode in ("moments", "parameters"):
-    mesh = dataclasses.replace(run.mesh, shard_state=mode, experts_in="device")
-    if mesh == run.mesh or not mesh.shares_state:
-      continue
-    state = state_memory(dataclasses.replace(run, mesh=mesh))
-    needed = state.total + memory.activations + memory.exchange
+  modes = ("moments", "parameters")
+  meshes = (dataclasses.replace(run.mesh, shard_state=m, experts_in="device") for m in modes)
+  runs = (
+    dataclasses.replace(run, mesh=mesh) for mesh in meshes if mesh != run.mesh and mesh.shares_state
+  )
+  found = _first_that_fit(runs, memory, limits)
+  return [fit and (fit[0].mesh, fit[1]) for fit in found]
+
+
+def _first_that_fit(
+  runs: Iterable[RunConfig], memory: Memory, limits: Sequence[float]
+) -> list[tuple[RunConfig, int] | None]:
+  """For each limit the first run that fits, and its bytes per device; None: none does.
+
+  Args:
+    runs: resolved; a device has the activations and buffers of `memory` in each of them.
+    memory: of `dry_run`.
+    limits: bytes of a device.
+  """
+  found: list[tuple[RunConfig, int] | None] = [None] * len(limits)
+  for run in runs:
+    needed = state_memory(run).total + memory.activations + memory.exchange
     for i, limit in enumerate(limits):
       if found[i] is None and needed <= limit:
-        found[i] = mesh, needed
+        found[i] = run, needed
+    if None not in found:
+      break
   return found
 
 
@@ -74,14 +91,6 @@ def smallest_data(run: RunConfig, limits: Sequence[float]) -> list[tuple[int, in
     train = dataclasses.replace(run.train, batch_size=rows, tokens_per_step=tokens)
     return dataclasses.replace(run, mesh=wide, train=train)
 
-  memory = dry_run(with_ranks(first)).memory
-  beside = memory.total - state_memory(with_ranks(first)).total
-  found: list[tuple[int, int] | None] = [None] * len(limits)
-  for data in (first * 2**i for i in range(11)):
-    if None not in found:
-      break
-    needed = state_memory(with_ranks(data)).total + beside
-    for i, limit in enumerate(limits):
-      if found[i] is None and needed <= limit:
-        found[i] = data, needed
-  return found
+  runs = (with_ranks(first * 2**i) for i in range(11))
+  found = _first_that_fit(runs, dry_run(with_ranks(first)).memory, limits)
+  return [fit and (fit[0].mesh.data, fit[1]) for fit in found]

@@ -76,8 +76,7 @@ class Sharing:
       return 0
     if derived_overlap(self.run, gpu=True).writes_out(pairs):
       return 0
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self.shapes)[0]]
-    inside = [leaf for path, leaf in zip(paths, self._leaves) if stack_of(path) == STACKS[0]]
+    inside = [leaf for path, leaf in zip(self._paths, self._leaves) if stack_of(path) == STACKS[0]]
     return self._bytes_of_shares([(leaf, how) for leaf, how in inside if how != WHOLE])
 
   def _bytes_of_shares(self, leaves: list[tuple[Any, Division]]) -> int:
@@ -128,10 +127,9 @@ class Sharing:
     Where ranks share parameters, each copies its shares.
     """
     divided = self.shares is not None and self.shares.parameters
-    typed = jax.tree.leaves(jax.eval_shape(self.cast, self.shapes))
     return sum(
       bytes_per_device(leaf.update(dtype=read.dtype)) // (ranks_of(leaf, how) if divided else 1)
-      for (leaf, how), read in zip(self._leaves, typed)
+      for (leaf, how), read in zip(self._leaves, self._typed)
       if read.dtype != leaf.dtype
     )
 
@@ -200,6 +198,14 @@ class Sharing:
       return [(leaf, WHOLE) for leaf in shapes]
     return list(zip(shapes, jax.tree.leaves(self.shares.divisions)))
 
+  @property
+  def _paths(self) -> list[Any]:
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(self.shapes)[0]]
+
+  @property
+  def _typed(self) -> list[Any]:
+    return jax.tree.leaves(jax.eval_shape(self.cast, self.shapes))
+
   @functools.cached_property
   def _read_bytes(self) -> tuple[int, int]:
     """(bytes of the pairs' shared parameters, bytes of all others that are shared).
@@ -218,10 +224,8 @@ class Sharing:
     The bytes are those of the whole parameter in the type in which the model reads it.
     """
     assert self.shares is not None
-    typed = jax.tree.leaves(jax.eval_shape(self.cast, self.shapes))
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self.shapes)[0]]
     found = []
-    for path, (leaf, how), read in zip(paths, self._leaves, typed):
+    for path, (leaf, how), read in zip(self._paths, self._leaves, self._typed):
       if how != WHOLE:
         size = bytes_per_device(leaf.update(dtype=read.dtype))
         found.append((stack_of(path) == STACKS[0], leaf, how, size))

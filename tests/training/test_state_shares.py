@@ -123,40 +123,6 @@ def test_gradients_are_those_of_a_state_that_every_rank_holds(mode, remat, model
   assert_same(gradients(mode, model, microbatches, remat), gradients("none", model, microbatches))
 
 
-@pytest.mark.parametrize(
-  ("axes", "rows", "width", "over"),
-  [
-    ((1, 4, 1), {}, 16, {("expert",), ()}),
-    # Eight devices, four experts: two devices divide each expert's hidden width.
-    night((1, 8, 1), {}, 16, {("expert", "shard"), ("shard",), ()}),
-    night((2, 2, 1), {"sequence": 2}, 16,
-          {("data", "expert", "sequence_ring"), ("data", "sequence_ring")}),
-    night((2, 2, 2), {}, 16, {("data", "expert"), ("data",)}),
-    # Eight devices do not divide a width of 12; the four of the expert axis do.
-    night((2, 4, 1), {}, 12, {("data", "expert"), ("expert",), ("data",)}),
-  ],
-)  # fmt: skip
-def test_all_devices_with_equal_parameters_share(axes, rows, width, over):
-  """Three steps with shared moments, and with shared parameters, on meshes of other axes."""
-  model = dataclasses.replace(POS2, width=width)
-  found = {}
-  for mode in ("none", "moments", "parameters"):
-    own = built(mode, microbatches=2, mesh=MeshConfig(*axes, shard_state=mode, **rows), model=model)
-    if mode != "none":
-      divided = {how.axes for how in jax.tree.leaves(own.optimizer.shares.divisions)}
-      assert over <= divided
-    state, step = (
-      init_state(drawn_init(own, 0.3), own.optimizer, 0, own.abstract_state()),
-      make_train_step(own.objective, own.optimizer, own.abstract_state()),
-    )
-    for _ in range(3):
-      state, scalars, _ = step(state, own.random_batch())
-    state = state.for_checkpoint()
-    found[mode] = jax.device_get((scalars["loss"], scalars["grad_norm"], state.params))
-  for mode in ("moments", "parameters"):
-    assert_same(found[mode], found["none"])
-
-
 @pytest.mark.nightly  # by day those that are gathered one ahead are written out, too
 @pytest.mark.parametrize(
   ("mode", "model", "microbatches", "remat"),
@@ -205,6 +171,7 @@ SMOOTH = OptimizerConfig(eps=1e-3, clip_norm=0.1)  # Adam's own eps makes signs 
 HALVES = {"ablation": OptimizerAblation("halves")}
 STEPS = {  # compute type, optimizer, microbatches
   "clipped": ("float32", SMOOTH, 1),  # the gradients of two microbatches: above
+  "two": ("float32", SMOOTH, 2),
   "muon": ("float32", dataclasses.replace(SMOOTH, name="muon"), 1),
   "halves": ("bfloat16", dataclasses.replace(SMOOTH, **HALVES), 1),
   "loss scale": ("float16", SMOOTH, 1),
@@ -212,25 +179,25 @@ STEPS = {  # compute type, optimizer, microbatches
 
 
 @functools.cache
-def run_of(mode, name, mesh):
+def run_of(mode, name, mesh, width=16):
   """The run of a name in `STEPS`, on a mesh whose ranks share the state by `mode`."""
   dtype, optimizer, microbatches = STEPS[name]
-  model = dataclasses.replace(MODELS["pos2"], dtype=dtype)
+  model = dataclasses.replace(MODELS["pos2"], dtype=dtype, width=width)
   mesh = dataclasses.replace(mesh, shard_state=mode)
   return built(mode, "pos2", microbatches, mesh, model=model, optimizer=optimizer)
 
 
 @functools.cache
-def step_of(mode, name):
+def step_of(mode, name, mesh=MeshConfig(2, 2, 1), width=16):
   """(run, its compiled step)."""
-  own = run_of(mode, name, MeshConfig(2, 2, 1))
+  own = run_of(mode, name, mesh, width)
   return own, make_train_step(own.objective, own.optimizer, own.abstract_state())
 
 
 @functools.cache
-def stepped(mode, name):
-  """(run, state, scalars of each step) after three steps."""
-  own, step = step_of(mode, name)
+def stepped(mode, name, *where):
+  """(run, state, scalars of each step) after three steps; `where`: more arguments of `step_of`."""
+  own, step = step_of(mode, name, *where)
   state, found = init_state(drawn_init(own), own.optimizer, 0, own.abstract_state()), []
   for _ in range(3):
     state, scalars, _ = step(state, own.random_batch())
@@ -268,6 +235,33 @@ def test_steps_are_those_of_a_state_that_every_rank_holds(name, mode):
     jax.tree.leaves(got.for_checkpoint().params), jax.tree.leaves(want.for_checkpoint().params)
   ):
     np.testing.assert_allclose(a, b, rtol=0, atol=moved * 10 * rtol)
+
+
+@pytest.mark.parametrize(
+  ("axes", "rows", "width", "over"),
+  [
+    ((1, 4, 1), {}, 16, {("expert",), ()}),
+    # Eight devices, four experts: two devices divide each expert's hidden width.
+    night((1, 8, 1), {}, 16, {("expert", "shard"), ("shard",), ()}),
+    night((2, 2, 1), {"sequence": 2}, 16,
+          {("data", "expert", "sequence_ring"), ("data", "sequence_ring")}),
+    night((2, 2, 2), {}, 16, {("data", "expert"), ("data",)}),
+    # Eight devices do not divide a width of 12; the four of the expert axis do.
+    night((2, 4, 1), {}, 12, {("data", "expert"), ("expert",), ("data",)}),
+  ],
+)  # fmt: skip
+def test_all_devices_with_equal_parameters_share(axes, rows, width, over):
+  """Three steps with shared moments, and with shared parameters, on meshes of other axes."""
+  found = {}
+  for mode in ("none", "moments", "parameters"):
+    own, state, scalars = stepped(mode, "two", MeshConfig(*axes, **rows), width)
+    if mode != "none":
+      assert over <= {how.axes for how in jax.tree.leaves(own.optimizer.shares.divisions)}
+    last = scalars[-1]
+    params = jax.device_get(state.for_checkpoint().params)
+    found[mode] = last["loss"], last["grad_norm"], params
+  for mode in ("moments", "parameters"):
+    assert_same(found[mode], found["none"])
 
 
 def test_a_step_that_is_not_finite_changes_no_share():

@@ -6,11 +6,11 @@
 
 On two GPUs of one host a command should take six to eight minutes (expected). Eight candidates of
 Pos-2 are measured on whole steps and on the cut that `overlap.schedule=auto` uses (two pairs, up to
-eight groups of microbatches), all in turns. `--groups 1` adds a cut of one group: it sums gradients
-once, as any step does, and spends a larger share of its time on that. Tau is (pairs ranked alike -
-pairs ranked otherwise) / all pairs: 1 if both rank alike, 0 if the cut says nothing. `decided`
-counts only the pairs whose whole steps differ by more than their spread. `regret` is how much
-slower the cut's choice is than the whole step's.
+eight groups of microbatches), all in turns; `--without NAME ...` leaves some out. `--groups 1` adds
+a cut of one group: it sums gradients once, as any step does, and spends a larger share of its time
+on that. Tau is (pairs ranked alike - pairs ranked otherwise) / all pairs: 1 if both rank alike, 0
+if the cut says nothing. `decided` counts only the pairs whose whole steps differ by more than their
+spread. `regret` is how much slower the cut's choice is than the whole step's.
 Writes FOLDER/ranking-MODEL-NAME.json and .txt (--out, runs/exchange_cost by default).
 """
 
@@ -123,6 +123,9 @@ def main() -> None:
   parser.add_argument("--model", choices=tuple(MODELS), default="medium")
   parser.add_argument("--name", default="nvlink", help="of the link, in the results' names")
   parser.add_argument("--groups", type=int, default=0, help="of a second cut; 0: no second cut")
+  parser.add_argument(
+    "--without", nargs="*", default=[], choices=[*CANDIDATES], help="candidates to leave out"
+  )
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--tiny", action="store_true")
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
@@ -134,6 +137,7 @@ def main() -> None:
   run = configured("gpt2_moe_medium", fields, tiny=args.tiny)
   run = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
   file = out_file(args.out, f"ranking-{args.model}-{args.name}")
+  candidates = {name: v for name, v in CANDIDATES.items() if name not in args.without}
 
   with kept_programs(args.out / "programs"):
     whole = build.build(run)
@@ -144,13 +148,14 @@ def main() -> None:
     for kind, built in kinds.items():
       shared = MeasuredState(built)
       make = Steps(built, shared.abstract, args.out / "profiles")
-      arms |= {f"{kind}: {n}": StepArm(make(v), shared) for n, v in CANDIDATES.items()}
-    failed = prepare(arms, ["whole: capacity", "whole: packed"])
+      arms |= {f"{kind}: {n}": StepArm(make(v), shared) for n, v in candidates.items()}
+    alone = [name for name in ("whole: capacity", "whole: packed") if name in arms]
+    failed = prepare(arms, alone)
     timed = {name: arm for name, arm in arms.items() if name not in failed}
     calls = {name: 2 if name.startswith("whole") else 8 for name in timed}
     timings = interleave(timed, rounds=args.rounds, calls=calls)
 
-  both = [n for n in CANDIDATES if all(f"{kind}: {n}" in timings for kind in kinds)]
+  both = [n for n in candidates if all(f"{kind}: {n}" in timings for kind in kinds)]
   of = {kind: {n: timings[f"{kind}: {n}"] for n in both} for kind in kinds}
   found = {kind: compared(of["whole"], times) for kind, times in of.items() if kind != "whole"}
   result = {

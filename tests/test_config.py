@@ -454,6 +454,30 @@ def test_steps_are_repeated_where_rows_can_be_left_over(others, why):
   assert f"dispatch.overflow='repeat' has no effect: {why}" in line
 
 
+@pytest.mark.parametrize(("others", "why"), [
+  ({"mesh__data": 1, "mesh__expert": 1}, "mesh.data=1, mesh.expert=1 and mesh.sequence=1 leave"),
+  ({"mesh__data": 2, "mesh__embedding": "partitioned"}, "mesh.embedding='partitioned' sends rows"),
+  ({"mesh__shard_state": "parameters"}, "mesh.shard_state='parameters' scatters the gradients"),
+  ({"lora__rank": 4}, "lora.rank=4 trains adapters"),
+  ({"model__architecture": "vit"}, "model.architecture='vit' reads images"),
+])  # fmt: skip
+def test_embeddings_travel_as_rows_where_their_gradients_are_summed(others, why):
+  given = {"mesh__expert": 2, "overlap__embedding_rows": True}
+  line = error_of(check_typed, changed(**(given | others)), ["overlap.embedding_rows"])
+  assert f"overlap.embedding_rows=True has no effect: {why}" in line
+  check_typed(changed(**given), ["overlap.embedding_rows"])
+
+
+@pytest.mark.parametrize(("name", "value"), [
+  ("overlap.gradient_dtype", "bfloat16"), ("overlap.copy_engines", "True"),
+])  # fmt: skip
+def test_one_device_sends_no_gradients_and_no_rows(name, value):
+  run = with_field(RunConfig(), name, value)
+  line = error_of(check_typed, with_field(run, "mesh.data", "1"), [name])
+  assert "has no effect" in line
+  check_typed(with_field(run, "mesh.expert", "2"), [name])
+
+
 @pytest.mark.parametrize("others", [{"dispatch__adaptive_r": 0}, {"mesh__expert": 1}])
 def test_rows_in_fp8_are_asked_for_where_rows_travel(others):
   run = changed(**({"mesh__expert": 2, "dispatch__fp8": True} | others))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from covering import night
 
@@ -166,6 +167,18 @@ def test_bfloat16_gradients_travel_in_half_the_bytes():
     for dtype in ("float32", "bfloat16")
   )
   assert half == pytest.approx(whole / 2, rel=1e-6)
+
+
+def test_rows_of_embeddings_leave_a_device_beside_the_table():
+  """Each of two devices sends the rows of its tokens in the compute type."""
+  table, rows = (
+    step_work(tiny(mesh__data=2, overlap__embedding_rows=rows, model__vocab_size=65536))
+    for rows in (False, True)
+  )
+  run = tiny(mesh__data=2)
+  tokens = run.train.batch_size * run.data.seq_len // 2
+  size = tokens * run.model.width * jnp.dtype(run.model.dtype).itemsize
+  assert rows.traffic.gradients - table.traffic.gradients == size
 
 
 def test_sums_over_the_tensor_axis_by_hand():

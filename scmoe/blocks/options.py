@@ -96,6 +96,12 @@ class OverlapConfig(Options, path="overlap"):
     "advanced: in which gradients travel between devices; they are added up in float32",
     choices=("float32", "bfloat16"),
   )
+  embedding_rows: bool = option(
+    False,
+    "advanced: in the step's last microbatch the gradients of looked-up embeddings travel as the "
+    "rows of its tokens, where these are fewer bytes than the table, whose sum over devices then "
+    "need not wait for the end of the backward pass; for a slow link",
+  )
   ablation: OverlapAblation = section(
     OverlapAblation, "parts of the overlap that only ablations set apart"
   )

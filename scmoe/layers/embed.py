@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,9 @@ from scmoe.layers.cross_entropy import (
 )
 from scmoe.parallel.collectives import gather_replicated, repeat, total
 from scmoe.parallel.mesh import axis_index, axis_size
+
+# (table [V, D], index [*n]) -> rows [*n, D].
+LookUp = Callable[[Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +104,21 @@ class Embedding(nnx.Module):
     return nnx.merge(graph, params)
 
   def __call__(
-    self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], dtype: jnp.dtype
+    self,
+    tokens_BS: Int[Array, "B S"],
+    positions_BS: Int[Array, "B S"],
+    dtype: jnp.dtype,
+    look_up: LookUp = looked_up,
   ) -> Float[Array, "B S D"]:
     """Each token's embedding, plus that of its position if positions are learned: [B, S, D].
 
     The result has the type `dtype`.
+
+    Args:
+      tokens_BS, positions_BS: token ids, and their places in their rows.
+      dtype: compute dtype.
+      look_up: (table [V, D], index [*n]) -> rows [*n, D], for a table that is not partitioned; its
+        derivative says where the gradients of rows go.
     """
     table_VD = self.tokens[...]
     if self._is_part(self.tokens):
@@ -113,7 +127,7 @@ class Embedding(nnx.Module):
       everyones_NBS = partitioned.tokens_of_all_ranks(tokens_BS)
       h_BSD = partitioned.to_own_tokens(self._rows(table_Vd, everyones_NBS))
     else:
-      h_BSD = self._rows(table_VD, tokens_BS).astype(dtype)
+      h_BSD = self._rows(table_VD, tokens_BS, look_up).astype(dtype)
     h_BSD = total(h_BSD, ("tensor",), "tensor")
     if self.positions is not None:
       h_BSD += looked_up(self.positions[...], positions_BS).astype(dtype)
@@ -190,14 +204,14 @@ class Embedding(nnx.Module):
     found: Any = taught_losses(tuple(student), tuple(given), targets_T, weights_T, how)
     return found
 
-  def _rows(self, table_VD: Array, index: Array) -> Array:
+  def _rows(self, table_VD: Array, index: Array, look_up: LookUp = looked_up) -> Array:
     """Rows of this device's part of the vocabulary, 0 for tokens of another tensor rank's."""
     own = table_VD.shape[0]
     if own == self.config.vocab_size:
-      return looked_up(table_VD, index)
+      return look_up(table_VD, index)
     index = index - axis_index("tensor") * own
     here = ((index >= 0) & (index < own))[..., None]
-    return jnp.where(here, looked_up(table_VD, jnp.clip(index, 0, own - 1)), 0)
+    return jnp.where(here, look_up(table_VD, jnp.clip(index, 0, own - 1)), 0)
 
   def _read(self, h_BSD: Array) -> tuple[Array, Array, bool, Axes]:
     """h as [T, D], the output weight in h's type, its layout (`by_token` of `scores`), and the mesh

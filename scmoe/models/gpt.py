@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,10 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.options import check_array, check_type
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.unit import times
+from scmoe.kernels.wide_sums import looked_up
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.models.config import ModelConfig
+from scmoe.models.row_gradients import looked_up_apart, total_by_rows
 from scmoe.models.trunk import Leg, Output, Pass, Route, Trunk, context_of, run_trunks
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
@@ -152,10 +156,31 @@ class GPT(Trunk):
     self.embedding = self.embedding.ready_for(tokens, jnp.dtype(self.config.dtype))
     return self
 
-  def embedded(self, tokens_BS: Int[Array, "B S"], positions_BS: Array) -> Float[Array, "B S D"]:
-    """The residual stream in front of the first pair, in `model.dtype`."""
+  def total_of_rows(self, totals: Any, tokens: int) -> Any:
+    """The total of the token table's gradient if it travels as rows (`Pass.total_of_rows`).
+
+    Args:
+      totals: `GradientTotal`s in a tree like the model's parameters.
+      tokens: looked up by this device in a group of microbatches.
+    """
+    if self.embedding.config.partitioned:
+      return None
+    table_VD = self.embedding.tokens[...]
+    dtype = jnp.dtype(self.config.dtype)
+    return total_by_rows(totals["embedding"]["tokens"], table_VD, tokens, dtype)
+
+  def embedded(
+    self, tokens_BS: Int[Array, "B S"], positions_BS: Array, total: Any = None
+  ) -> Float[Array, "B S D"]:
+    """The residual stream in front of the first pair, in `model.dtype`.
+
+    Args:
+      tokens_BS, positions_BS: token ids, and their places in their rows.
+      total: see `Pass.total_of_rows`.
+    """
     config = self.config
-    h_BSD = self.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype))
+    look_up = looked_up if total is None else functools.partial(looked_up_apart, total)
+    h_BSD = self.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype), look_up)
     return times(h_BSD, config.embedding_multiplier)
 
   def gates_of(self, batch: Batch, turn: int | Array = 0) -> int | Array:
@@ -221,7 +246,7 @@ def route(
     segments_BS = one.segments_BS if config.document_mask else None
     contexts.append(context_of(shared, one, positions_BS, segments_BS))
     with jax.named_scope("embedding"):
-      starts.append(own.embedded(tokens_BS, positions_BS))
+      starts.append(own.embedded(tokens_BS, positions_BS, shared.total_of_rows))
   outs = yield Leg(models, starts, contexts, given)
   return [
     dataclasses.replace(out, h_BSD=times(own.norm(out.h_BSD), 1 / config.logits_scaling))

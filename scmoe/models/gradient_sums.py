@@ -19,7 +19,8 @@ Why so:
   a total of them all, so each group's gradients are scattered at once; `_into_shares`.)
 - The sums start inside the backward pass, layer by layer: while a layer's sum travels, the devices
   compute the gradients of the layers that are still to come. Only the sum of layer 1, the last one,
-  has no computation beside it (SE-MoE's fused slices, arXiv 2205.10034).
+  has no computation beside it (SE-MoE's fused slices, arXiv 2205.10034). In a language model that
+  is the embedding; its gradient may travel as rows (`scmoe.models.row_gradients`).
 - Totals are float32, because a bfloat16 total of many microbatches would round small addends away.
 - The kernel that makes a gradient adds it to the total: no copy of all gradients is written. A scan
   over layers hands the totals from layer to layer, so that each adds in place (`Turn` of
@@ -145,6 +146,7 @@ def accumulate(
   flight: int = 1,
   factor: Array | None = None,
   shares: StateShares | None = None,
+  embedding_rows: bool = False,
 ) -> tuple[Array, PyTree, PyTree]:
   """Loss and gradients of a step over all its microbatches and devices, and the sum of their aux.
 
@@ -162,6 +164,8 @@ def accumulate(
       the returned loss is without it.
     shares: says for which parameters a rank gets only its share of the gradient; None: for
       none.
+    embedding_rows: whether gradients of looked-up rows may travel as rows in the last group
+      (`scmoe.models.row_gradients`).
 
   Returns:
     The loss, float32 []; gradients like the parameters or their shares; aux, summed over the
@@ -178,7 +182,8 @@ def accumulate(
   scale = 1.0 if factor is None else jnp.asarray(factor) * count
   slopes = {name: scale / jnp.maximum(number, 1) for name, number in counts.items()}
   bucket = 0 if shares is None else shares.how.bucket
-  step = _Step(objective, [params] * size, router, ahead, key_of, slopes, gradient_dtype, bucket)
+  how = gradient_dtype, bucket, embedding_rows
+  step = _Step(objective, [params] * size, router, ahead, key_of, slopes, *how)
   reduces = any(travels_over(spec) for spec in jax.tree.leaves(specs))
   # Gradients of experts in the host's memory leave the device from where the last group sums.
   reduces = reduces or any(map(is_in_host_memory, elsewhere_in(params)))
@@ -215,6 +220,7 @@ class _Step:
     slopes: gradient of the loss with respect to each term: 1 / count, times the loss scale.
     dtype: dtype in which gradients travel.
     bucket: see `scmoe.parallel.shares.Gathering`.
+    rows: see `GradientTotal.rows`.
   """
 
   objective: Losses
@@ -225,6 +231,7 @@ class _Step:
   slopes: dict[str, Array]
   dtype: str
   bucket: int
+  rows: bool
 
   def losses(self, group: Batch, first: Any) -> Callable[..., Any]:
     """`Losses.losses` of one group, as a function of (copies, totals).
@@ -289,7 +296,7 @@ def _last_group(
     # XLA unrolls a loop of one iteration; without this barrier it would then interleave the loop's
     # group with the last group.
     group, (done, totals) = barrier((group, (done, totals)))
-  given = for_last_group(totals, specs, step.dtype, empty=not early)
+  given = for_last_group(totals, specs, step.dtype, empty=not early, rows=step.rows)
   if shares is not None:
     given = _into_shares(given, step.copies[0], shares)
   losses = step.losses(group, early * len(step.copies))
@@ -333,7 +340,9 @@ def _added_up(new: Sequence[PyTree], done: PyTree) -> PyTree:
     return functools.reduce(add, new, done)
 
 
-def for_last_group(totals: PyTree, specs: PyTree, dtype: str, *, empty: bool) -> PyTree:
+def for_last_group(
+  totals: PyTree, specs: PyTree, dtype: str, *, empty: bool, rows: bool = False
+) -> PyTree:
   """Totals for the last group of a step; None for a parameter that needs none.
 
   A parameter needs none if its gradient is neither added to earlier ones nor summed over devices,
@@ -344,13 +353,14 @@ def for_last_group(totals: PyTree, specs: PyTree, dtype: str, *, empty: bool) ->
     specs: PartitionSpecs like the parameters.
     dtype: dtype in which gradients travel.
     empty: whether there were no earlier groups: `totals` then only has the shapes.
+    rows: see `GradientTotal.rows`.
   """
 
   def prepare(spec: Any, total: GradientTotal) -> GradientTotal | None:
     axes = travels_over(spec)
     if empty and not axes and total.squares is None:
       return None
-    return dataclasses.replace(total, axes=axes, dtype=dtype, last=True, empty=empty)
+    return dataclasses.replace(total, axes=axes, dtype=dtype, last=True, empty=empty, rows=rows)
 
   return jax.tree.map(prepare, specs, totals)
 

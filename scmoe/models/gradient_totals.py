@@ -65,6 +65,7 @@ class GradientTotal:
     into: zeros like this rank's share of the parameter; the gradient with respect to them is this
       rank's share of the sum, and nothing is differentiated with respect to `value`. None: the
       total keeps its shape.
+    rows: whether a table's gradients may travel as rows (`scmoe.models.row_gradients`).
   """
 
   value: Any
@@ -76,6 +77,7 @@ class GradientTotal:
   bucket: int = dataclasses.field(default=0, metadata={"static": True})
   squares: Any = None
   into: Any = None
+  rows: bool = dataclasses.field(default=False, metadata={"static": True})
 
   @staticmethod
   def begun(zeros: Any, dtype: str, bucket: int) -> GradientTotal:

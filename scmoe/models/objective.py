@@ -103,7 +103,7 @@ class RoutedObjective(abc.ABC):
     Args:
       models: one per microbatch, with the same parameters.
       batches, router, rngs: see `losses`.
-      totals: see `Pass.gradient_totals`.
+      totals: of the model's parameters; see `losses`.
     """
 
   def merged(self, params: Any, batch: Any) -> Any:
@@ -200,13 +200,10 @@ class RoutedObjective(abc.ABC):
       routers add two terms, with their coefficients and summed over layers: "routed", the z-loss,
       and "microbatches", or "steps" if `ahead` is given, the balancing loss.
     """
-    pairs = None
     batches = [own_tokens(batch) for batch in batches]
     params = ready_beside_pairs(params, totals)
     models: list[Any] = [self.merged(own, batch) for own, batch in zip(params, batches)]
-    if totals is not None:
-      pairs = models[0].totals_of_pairs(totals)
-    outs = run_trunks(self.route(models, batches, router, rngs, pairs))
+    outs = run_trunks(self.route(models, batches, router, rngs, totals))
     own = []
     with jax.named_scope("loss"):
       for model, out, batch in zip(models, outs, batches):
@@ -389,6 +386,10 @@ class LanguageModelObjective(RoutedObjective):
     totals: Any = None,
   ) -> Route:
     """See `RoutedObjective.route`."""
+    pairs = table = None
+    if totals is not None:
+      pairs = models[0].totals_of_pairs(totals)
+      table = models[0].total_of_rows(totals, sum(batch.inputs.size for batch in batches))
     given = [
       Pass(
         batch.positions,
@@ -399,7 +400,8 @@ class LanguageModelObjective(RoutedObjective):
         gate=model.gates_of(batch, (router or {}).get("turn", 0)),
         remat=self.remat,
         hidden=self.hidden,
-        gradient_totals=totals,
+        gradient_totals=pairs,
+        total_of_rows=table,
       )
       for model, batch, rng in zip(models, batches, rngs)
     ]

@@ -70,6 +70,8 @@ class Pass:
     hidden: whether to return the main path after every block.
     gradient_totals: the model's `totals_of_pairs`, `scmoe.models.gradient_totals.GradientTotal`s to
       which the backward pass adds the gradients of the pairs' parameters; None: plain gradients.
+    total_of_rows: the `GradientTotal` to which gradients of looked-up embeddings go
+      (`scmoe.models.row_gradients`); None: to the table's gradient.
     experts: where the experts are. A source other than the default needs pairs that are
       `Trunk.written_out` and parameters that are `Trunk.taken_apart`.
   """
@@ -87,6 +89,7 @@ class Pass:
   gate: int | Array = 0
   hidden: bool = dataclasses.field(default=False, metadata={"static": True})
   gradient_totals: Any = None
+  total_of_rows: Any = None
   experts: ExpertSource = dataclasses.field(default=OnDevice(), metadata={"static": True})
 
 

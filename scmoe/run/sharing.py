@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from scmoe.layers.partitioned import Travels, rows_travel
+from scmoe.models.gradient_sums import group_size
 from scmoe.models.objective import cast_params
+from scmoe.models.row_gradients import rows_are_fewer
 from scmoe.models.stacked import STACKS
 from scmoe.parallel.gradients import axes_of
 from scmoe.parallel.mesh import TOKEN_AXES
@@ -24,6 +26,7 @@ from scmoe.training.host_arrays import lies_on_host
 from scmoe.training.streamed_update import stack_of
 
 PyTree = Any
+TABLE = "embedding.tokens"  # path of the parameter that language models look up
 PAIRS_AT_WORK = 3  # arrays as large as a pair's parameters: those of two pairs, and a gradient
 
 
@@ -144,7 +147,8 @@ class Sharing:
 
     A ring moves (n - 1)/n of an array in a reduce-scatter over n devices, twice as much in a sum.
     Where ranks share parameters, the reduce-scatter is made once a microbatch. All other sums are
-    made once a step.
+    made once a step. Rows of embeddings (`overlap.embedding_rows`) travel beside the table, in the
+    compute type.
     """
     times = self._microbatches if self.shares and self.shares.parameters else 1
     parts: dict[tuple[str, ...], float] = {}
@@ -154,9 +158,12 @@ class Sharing:
         parts[axes] = parts.get(axes, 0.0) + leaving
 
     share = jnp.dtype(self.run.overlap.gradient_dtype).itemsize / 4  # of float32
-    for leaf, how in self._leaves:
+    for path, (leaf, how) in zip(self._paths, self._leaves, strict=True):
       axes = set(TOKEN_AXES) - set(axes_of(leaf.sharding.spec))
       size, shape = share * bytes_per_device(leaf), leaf.sharding.mesh.shape
+      if jax.tree_util.keystr(path, simple=True, separator=".") == TABLE:
+        everywhere = tuple(axis for axis in shape if axis in axes and shape[axis] > 1)
+        add(everywhere, self._row_bytes(leaf, how, math.prod(shape[axis] for axis in everywhere)))
       if how != WHOLE:
         ranks = ranks_of(leaf, how)
         add(how.axes, times * (ranks - 1) / ranks * size)
@@ -165,6 +172,21 @@ class Sharing:
       copies = math.prod(shape[axis] for axis in axes)
       add(axes, 2 * (copies - 1) / copies * size)
     return parts
+
+  def _row_bytes(self, table: Any, how: Division, ranks: int) -> int:
+    """Bytes of rows that leave a device for the gradient of a looked-up table; 0 if none travel."""
+    run = self.run
+    parts_travel = self.shares is not None and self.shares.parameters
+    if not run.overlap.embedding_rows or ranks == 1 or parts_travel:
+      return 0
+    group = group_size(self._microbatches, run.overlap.flight)
+    tokens = group * run.train.batch_size * run.data.seq_len // run.mesh.token_shards
+    travels = jnp.dtype(run.overlap.gradient_dtype).itemsize
+    itemsize = min(jnp.dtype(run.model.dtype).itemsize, travels)
+    vocab, width = table.sharding.shard_shape(table.shape)
+    sizes = {"itemsize": itemsize, "table_itemsize": travels, "scattered": how != WHOLE}
+    fewer = rows_are_fewer(tokens, vocab, ranks, **sizes)
+    return (ranks - 1) * tokens * width * itemsize if fewer else 0
 
   @property
   def parameter_traffic(self) -> int:

@@ -159,7 +159,8 @@ class Steps:
   def _jitted(self, objective: Objective, *, repeats: bool = False) -> Any:
     overlap = self.built.overlap
     how: Any = {"gradient_dtype": overlap.gradient_dtype, "flight": overlap.flight}
-    return make_train_step(objective, self.built.optimizer, self.abstract, repeats=repeats, **how)
+    how |= {"embedding_rows": overlap.embedding_rows, "repeats": repeats}
+    return make_train_step(objective, self.built.optimizer, self.abstract, **how)
 
   def _options(self, variant: Variant) -> dict[str, Any]:
     """Arguments by keyword of a `GuidedStep`."""

@@ -307,6 +307,7 @@ def make_train_step(
   *,
   gradient_dtype: str = "float32",
   flight: int = 1,
+  embedding_rows: bool = False,
   repeats: bool = False,
   compiler_options: dict[str, Any] | None = None,
 ) -> Any:
@@ -323,6 +324,7 @@ def make_train_step(
     abstract: from `abstract_state`.
     gradient_dtype: type in which gradients travel between devices.
     flight: number of microbatches that run side by side, if it divides A (`accumulate`).
+    embedding_rows: whether gradients of embeddings may travel as rows (`accumulate`).
     repeats: see `make_local_step`.
     compiler_options: XLA's, for this step only.
 
@@ -330,6 +332,7 @@ def make_train_step(
   """
   mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
   how: Any = {"gradient_dtype": gradient_dtype, "flight": flight, "repeats": repeats}
+  how["embedding_rows"] = embedding_rows
   if optimizer.on_host is not None and optimizer.on_host.computes:
     specs = masters.readable(jax.tree.map(lambda s: s.spec, shardings_of(abstract.params)))
     leaving = make_local_step(objective, optimizer, specs, leave=True, **how)
@@ -358,6 +361,7 @@ def make_local_step(
   *,
   gradient_dtype: str = "float32",
   flight: int = 1,
+  embedding_rows: bool = False,
   repeats: bool = False,
   leave: bool = False,
 ) -> Step:
@@ -369,7 +373,7 @@ def make_local_step(
   are the per-layer ones of `Objective.metrics`.
 
   Args:
-    objective, optimizer, gradient_dtype, flight: as of `make_train_step`.
+    objective, optimizer, gradient_dtype, flight, embedding_rows: as of `make_train_step`.
     repeats: the caller runs the step again, by another program, if rows were left over
       (`Objective.left_over`): the step then changes no bit of the state, the counters included.
     params_specs: PartitionSpecs like the parameters, stacks whole; not read if the optimizer has
@@ -395,7 +399,17 @@ def make_local_step(
       params = to_fetch(params, optimizer.on_host.experts)
     factor = None if optimizer.scaling is None else state.scale["factor"]
     loss, grads, aux = accumulate(
-      own, params, state.router, batch, rng, whole_specs, gradient_dtype, flight, factor, shares
+      own,
+      params,
+      state.router,
+      batch,
+      rng,
+      whole_specs,
+      gradient_dtype,
+      flight,
+      factor,
+      shares,
+      embedding_rows,
     )
     with jax.named_scope("optimizer"):
       if optimizer.scaling is not None:

@@ -68,6 +68,7 @@ class ClassificationObjective(RoutedObjective):
     """
     with jax.named_scope("augmentation"):
       images = [augmented(batch, self.augment, self.seed) for batch in batches]
+    pairs = None if totals is None else models[0].totals_of_pairs(totals)
     given = [
       Pass(
         mask_BS=batch.weights[:, None] > 0,
@@ -75,7 +76,7 @@ class ClassificationObjective(RoutedObjective):
         router=router,
         gate=(router or {}).get("turn", 0),
         remat=self.remat,
-        gradient_totals=totals,
+        gradient_totals=pairs,
       )
       for batch, rng in zip(batches, rngs)
     ]

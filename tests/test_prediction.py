@@ -179,6 +179,11 @@ def test_rows_of_embeddings_leave_a_device_beside_the_table():
   tokens = run.train.batch_size * run.data.seq_len // 2
   size = tokens * run.model.width * jnp.dtype(run.model.dtype).itemsize
   assert rows.traffic.gradients - table.traffic.gradients == size
+  parts = {"mesh__embedding": "partitioned", "model__vocab_size": 65536}
+  one, other = (
+    step_work(tiny(mesh__data=2, overlap__embedding_rows=rows, **parts)) for rows in (False, True)
+  )
+  assert one.traffic == other.traffic
 
 
 def test_sums_over_the_tensor_axis_by_hand():

@@ -23,7 +23,7 @@ from scmoe.blocks.unit import times
 from scmoe.kernels.wide_sums import looked_up
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.models.config import ModelConfig
-from scmoe.models.row_gradients import looked_up_apart, total_by_rows
+from scmoe.models.row_gradients import looked_up_apart
 from scmoe.models.trunk import Leg, Output, Pass, Route, Trunk, context_of, run_trunks
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
@@ -155,19 +155,6 @@ class GPT(Trunk):
     """
     self.embedding = self.embedding.ready_for(tokens, jnp.dtype(self.config.dtype))
     return self
-
-  def total_of_rows(self, totals: Any, tokens: int) -> Any:
-    """The total of the token table's gradient if it travels as rows (`Pass.total_of_rows`).
-
-    Args:
-      totals: `GradientTotal`s in a tree like the model's parameters.
-      tokens: looked up by this device in a group of microbatches.
-    """
-    if self.embedding.config.partitioned:
-      return None
-    table_VD = self.embedding.tokens[...]
-    dtype = jnp.dtype(self.config.dtype)
-    return total_by_rows(totals["embedding"]["tokens"], table_VD, tokens, dtype)
 
   def embedded(
     self, tokens_BS: Int[Array, "B S"], positions_BS: Array, total: Any = None

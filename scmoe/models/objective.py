@@ -20,7 +20,8 @@ from scmoe.base.batch import Batch
 from scmoe.models import gpt
 from scmoe.models.gpt import GPT
 from scmoe.models.gradient_sums import divided
-from scmoe.models.gradient_totals import ready_beside_pairs
+from scmoe.models.gradient_totals import GradientTotal, ready_beside_pairs
+from scmoe.models.row_gradients import summed_early, table_of, total_by_rows, without_table
 from scmoe.models.trunk import Output, Pass, Route, run_trunks
 from scmoe.moe.losses import (
   balance_loss,
@@ -97,6 +98,7 @@ class RoutedObjective(abc.ABC):
     router: Any,
     rngs: Sequence[Array | None],
     totals: Any = None,
+    table: GradientTotal | None = None,
   ) -> Route:
     """The way of several microbatches through the model, for `run_trunks`.
 
@@ -104,7 +106,19 @@ class RoutedObjective(abc.ABC):
       models: one per microbatch, with the same parameters.
       batches, router, rngs: see `losses`.
       totals: of the model's parameters; see `losses`.
+      table: see `Pass.total_of_rows`.
     """
+
+  def total_of_rows(
+    self, params: Sequence[Any], totals: Any, batches: Sequence[Any]
+  ) -> GradientTotal | None:
+    """The total of a table whose gradients travel as rows (`scmoe.models.row_gradients`), if any.
+
+    Args:
+      params, totals, batches: of a group; see `losses`.
+    """
+    del params, totals, batches
+    return None
 
   def merged(self, params: Any, batch: Any) -> Any:
     """The model with these parameters, ready to read this device's tokens of a microbatch.
@@ -201,9 +215,12 @@ class RoutedObjective(abc.ABC):
       and "microbatches", or "steps" if `ahead` is given, the balancing loss.
     """
     batches = [own_tokens(batch) for batch in batches]
-    params = ready_beside_pairs(params, totals)
+    table = self.total_of_rows(params, totals, batches)
+    params = ready_beside_pairs(params, totals if table is None else without_table(totals))
     models: list[Any] = [self.merged(own, batch) for own, batch in zip(params, batches)]
-    outs = run_trunks(self.route(models, batches, router, rngs, totals))
+    outs = run_trunks(self.route(models, batches, router, rngs, totals, table))
+    if table is not None:
+      outs = summed_early(models, outs, table)
     own = []
     with jax.named_scope("loss"):
       for model, out, batch in zip(models, outs, batches):
@@ -377,6 +394,19 @@ class LanguageModelObjective(RoutedObjective):
     model: GPT = nnx.merge(self.graph, params)
     return model.ready_for(batch.inputs.size)
 
+  def total_of_rows(
+    self, params: Sequence[Any], totals: Any, batches: Sequence[Batch]
+  ) -> GradientTotal | None:
+    """See `RoutedObjective.total_of_rows`: that of the token embeddings."""
+    own = None if totals is None else table_of(totals)
+    if own is None or not own.rows:
+      return None
+    model: GPT = nnx.merge(self.graph, params[0])
+    if model.embedding.config.partitioned:
+      return None
+    tokens, dtype = sum(batch.inputs.size for batch in batches), jnp.dtype(model.config.dtype)
+    return total_by_rows(own, table_of(params[0]), tokens, dtype)
+
   def route(
     self,
     models: Sequence[GPT],
@@ -384,12 +414,10 @@ class LanguageModelObjective(RoutedObjective):
     router: Any,
     rngs: Sequence[Array | None],
     totals: Any = None,
+    table: GradientTotal | None = None,
   ) -> Route:
     """See `RoutedObjective.route`."""
-    pairs = table = None
-    if totals is not None:
-      pairs = models[0].totals_of_pairs(totals)
-      table = models[0].total_of_rows(totals, sum(batch.inputs.size for batch in batches))
+    pairs = None if totals is None else models[0].totals_of_pairs(totals)
     given = [
       Pass(
         batch.positions,

@@ -179,6 +179,8 @@ class Sharing:
     parts_travel = self.shares is not None and self.shares.parameters
     if not run.overlap.embedding_rows or ranks == 1 or parts_travel:
       return 0
+    if run.mesh.embedding == "partitioned":  # its rows travel in any case
+      return 0
     group = group_size(self._microbatches, run.overlap.flight)
     tokens = group * run.train.batch_size * run.data.seq_len // run.mesh.token_shards
     travels = jnp.dtype(run.overlap.gradient_dtype).itemsize

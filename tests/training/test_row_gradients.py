@@ -11,10 +11,12 @@ import pytest
 from covering import night
 from drawn import drawn
 from jax.sharding import PartitionSpec as P
-from tiny_models import DENSE, ROUTER
+from tiny_models import DENSE, POS2, ROUTER
 
+from scmoe.blocks.options import OverlapConfig
 from scmoe.models.gradient_sums import accumulate
 from scmoe.models.row_gradients import rows_are_fewer
+from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, manual
 from scmoe.run.build import build
 from scmoe.run.config import RunConfig
@@ -33,12 +35,16 @@ def step(
   flight=1,
   travels="float32",
   vocab=VOCAB,
+  model=DENSE,
+  unroll=1,
 ):
   """(loss, whole gradients) of a step, and the program."""
   train = {"batch_size": ROWS // microbatches, "tokens_per_step": ROWS * LENGTH, "steps": 8}
   run = RunConfig(
-    model=dataclasses.replace(DENSE, tie_embeddings=tied, vocab_size=vocab),
+    model=dataclasses.replace(model, tie_embeddings=tied, vocab_size=vocab),
     router=ROUTER,
+    overlap=OverlapConfig(unroll=unroll),
+    dispatch=DispatchConfig(transport="dropless"),
     mesh=mesh,
     train=TrainConfig(**train),
   )
@@ -98,6 +104,31 @@ def test_rows_add_up_to_the_table(mesh, microbatches, tied, flight):
   )
   assert text.count("stablehlo.all_gather") == whole.count("stablehlo.all_gather") + 2 * flight
   assert_same(got, want)
+
+
+@pytest.mark.parametrize(
+  ("tied", "microbatches", "every"), [(True, 2, 2), night(False, 2, 2), night(True, 1, 1)]
+)
+def test_pairs_that_are_written_out_wait_for_the_table(tied, microbatches, every):
+  """In the middle of the backward pass; with a MoE in every block pairs begin one ahead."""
+  model = dataclasses.replace(POS2, moe_every=every, num_layers=4)
+  (got, text), (want, whole) = (
+    step(MeshConfig(1, 2, 1), microbatches, tied, rows=rows, model=model, unroll=0)
+    for rows in (True, False)
+  )
+  assert_same(got, want)
+  assert text.count("stablehlo.all_gather") == whole.count("stablehlo.all_gather") + 2
+
+
+def test_a_table_that_is_only_looked_up_once_travels_as_rows_alone():
+  """In a step of one microbatch nothing was added to the table before."""
+  summed = f"tensor<{VOCAB}x{DENSE.width}xf32>) -> tensor<{VOCAB}x{DENSE.width}xf32>"
+  mesh = MeshConfig(2, 2, 1)
+  rows, table, head = (
+    step(mesh, 1, tied, rows=rows)[1].count(summed)
+    for tied, rows in ((False, True), (False, False), (True, True))
+  )
+  assert (rows, table, head) == (0, 1, 1)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 1])

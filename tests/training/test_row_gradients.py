@@ -131,7 +131,7 @@ def test_a_table_that_is_only_looked_up_once_travels_as_rows_alone():
   assert (rows, table, head) == (0, 1, 1)
 
 
-@pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 1])
+@pytest.mark.parametrize("vocab", [night(VOCAB), VOCAB + 1])
 def test_a_rank_keeps_its_share_of_rows_or_of_columns(vocab):
   """Four ranks divide a vocabulary of 512; they divide the width if the vocabulary is 513."""
   mesh = MeshConfig(2, 2, 1, shard_state="moments")

@@ -186,6 +186,20 @@ def test_rows_of_embeddings_leave_a_device_beside_the_table():
   assert one.traffic == other.traffic
 
 
+def test_rows_travel_alone_if_nothing_else_is_added_to_the_table():
+  """In a step of one microbatch whose model has a head of its own."""
+  given = {"mesh__data": 2, "model__vocab_size": 65536, "model__tie_embeddings": False}
+  given["train__tokens_per_step"] = 0
+  table, rows = (
+    step_work(tiny(overlap__embedding_rows=rows, **given)).traffic.gradients
+    for rows in (False, True)
+  )
+  run = tiny(**given)
+  size = 65536 * run.model.width * 4
+  tokens = run.train.batch_size * run.data.seq_len // 2
+  assert table - rows == size - tokens * run.model.width * jnp.dtype(run.model.dtype).itemsize
+
+
 def test_sums_over_the_tensor_axis_by_hand():
   """A dense block has four of [tokens, width]: attention and MLP, forward and backward."""
   four, two = (

@@ -78,6 +78,8 @@ class Arm:
       self.built.optimizer,
       self.abstract,
       gradient_dtype=run.overlap.gradient_dtype,
+      flight=run.overlap.flight,
+      embedding_rows=run.overlap.embedding_rows,
     )
     place = batch_sharding(self.built.mesh, leading=1)
     self.batch = jax.device_put(self.built.random_batch(), place)

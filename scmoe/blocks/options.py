@@ -99,8 +99,8 @@ class OverlapConfig(Options, path="overlap"):
   embedding_rows: bool = option(
     False,
     "advanced: in the step's last microbatch the gradients of looked-up embeddings travel as the "
-    "rows of its tokens, where these are fewer bytes than the table, so that the table's sum over "
-    "devices need not wait for the end of the backward pass; for a slow link",
+    "rows of its tokens, where these take at most half the bytes of the table's sum over devices, "
+    "which then need not wait for the end of the backward pass; for a slow link",
   )
   ablation: OverlapAblation = section(
     OverlapAblation, "parts of the overlap that only ablations set apart"

@@ -91,9 +91,9 @@ class Adapted(RoutedObjective):
 
   # -- the rest is the inner objective's ----------------------------------------------------------
 
-  def route(self, models, batches, router, rngs, totals=None, table=None) -> Route:
+  def route(self, models, batches, router, rngs, totals=None, total_of_rows=None) -> Route:
     """See `RoutedObjective.route`."""
-    return self.inner.route(models, batches, router, rngs, totals, table)
+    return self.inner.route(models, batches, router, rngs, totals, total_of_rows)
 
   def of_batch(self, model: Any, out: Output, batch: Any) -> dict[str, Array]:
     """See `RoutedObjective.of_batch`."""

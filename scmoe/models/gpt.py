@@ -157,16 +157,17 @@ class GPT(Trunk):
     return self
 
   def embedded(
-    self, tokens_BS: Int[Array, "B S"], positions_BS: Array, total: Any = None
+    self, tokens_BS: Int[Array, "B S"], positions_BS: Array, total_of_rows: Any = None
   ) -> Float[Array, "B S D"]:
     """The residual stream in front of the first pair, in `model.dtype`.
 
     Args:
       tokens_BS, positions_BS: token ids, and their places in their rows.
-      total: see `Pass.total_of_rows`.
+      total_of_rows: see `Pass.total_of_rows`.
     """
     config = self.config
-    look_up = looked_up if total is None else functools.partial(looked_up_apart, total)
+    apart = total_of_rows is not None
+    look_up = functools.partial(looked_up_apart, total_of_rows) if apart else looked_up
     h_BSD = self.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype), look_up)
     return times(h_BSD, config.embedding_multiplier)
 

@@ -296,7 +296,9 @@ def _last_group(
     # XLA unrolls a loop of one iteration; without this barrier it would then interleave the loop's
     # group with the last group.
     group, (done, totals) = barrier((group, (done, totals)))
-  given = for_last_group(totals, specs, step.dtype, empty=not early, rows=step.rows)
+  # Ranks that share parameters scatter each group's gradients, those of the table among them.
+  rows = step.rows and not (shares is not None and shares.parameters)
+  given = for_last_group(totals, specs, step.dtype, empty=not early, rows=rows)
   if shares is not None:
     given = _into_shares(given, step.copies[0], shares)
   losses = step.losses(group, early * len(step.copies))

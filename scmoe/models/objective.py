@@ -98,7 +98,7 @@ class RoutedObjective(abc.ABC):
     router: Any,
     rngs: Sequence[Array | None],
     totals: Any = None,
-    table: GradientTotal | None = None,
+    total_of_rows: GradientTotal | None = None,
   ) -> Route:
     """The way of several microbatches through the model, for `run_trunks`.
 
@@ -106,7 +106,7 @@ class RoutedObjective(abc.ABC):
       models: one per microbatch, with the same parameters.
       batches, router, rngs: see `losses`.
       totals: of the model's parameters; see `losses`.
-      table: see `Pass.total_of_rows`.
+      total_of_rows: see `Pass.total_of_rows`.
     """
 
   def total_of_rows(
@@ -215,12 +215,12 @@ class RoutedObjective(abc.ABC):
       and "microbatches", or "steps" if `ahead` is given, the balancing loss.
     """
     batches = [own_tokens(batch) for batch in batches]
-    table = self.total_of_rows(params, totals, batches)
-    params = ready_beside_pairs(params, totals if table is None else without_table(totals))
+    of_rows = self.total_of_rows(params, totals, batches)
+    params = ready_beside_pairs(params, totals if of_rows is None else without_table(totals))
     models: list[Any] = [self.merged(own, batch) for own, batch in zip(params, batches)]
-    outs = run_trunks(self.route(models, batches, router, rngs, totals, table))
-    if table is not None:
-      outs = summed_early(models, outs, table)
+    outs = run_trunks(self.route(models, batches, router, rngs, totals, of_rows))
+    if of_rows is not None:
+      outs = summed_early(models, outs, of_rows)
     own = []
     with jax.named_scope("loss"):
       for model, out, batch in zip(models, outs, batches):
@@ -402,7 +402,8 @@ class LanguageModelObjective(RoutedObjective):
     if own is None or not own.rows:
       return None
     model: GPT = nnx.merge(self.graph, params[0])
-    if model.embedding.config.partitioned:
+    alone = own.empty and not model.embedding.config.tied
+    if model.embedding.config.partitioned or not (alone or model.written_out):
       return None
     tokens, dtype = sum(batch.inputs.size for batch in batches), jnp.dtype(model.config.dtype)
     return total_by_rows(own, table_of(params[0]), tokens, dtype)
@@ -414,7 +415,7 @@ class LanguageModelObjective(RoutedObjective):
     router: Any,
     rngs: Sequence[Array | None],
     totals: Any = None,
-    table: GradientTotal | None = None,
+    total_of_rows: GradientTotal | None = None,
   ) -> Route:
     """See `RoutedObjective.route`."""
     pairs = None if totals is None else models[0].totals_of_pairs(totals)
@@ -429,7 +430,7 @@ class LanguageModelObjective(RoutedObjective):
         remat=self.remat,
         hidden=self.hidden,
         gradient_totals=pairs,
-        total_of_rows=table,
+        total_of_rows=total_of_rows,
       )
       for model, batch, rng in zip(models, batches, rngs)
     ]

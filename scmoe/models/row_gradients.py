@@ -19,7 +19,8 @@ is only looked up has no first part in a step of one group.
 Why the mark: XLA's scheduler for GPUs runs one sum at a time, and puts that of the table last,
 though its operand is there first. So the gradient of the residual stream waits, in the middle of
 the backward pass, for an element of the sum times 0 (`marked`): XLA has to end the sum before that,
-beside the pairs behind the mark. A scan over pairs has no mark.
+beside the pairs behind the mark. A scan over pairs has no mark, and XLA puts the sum behind it; so
+rows travel there only if they travel alone.
 
 Frameworks with sparse gradients gather rows so, too (Horovod's `IndexedSlices`; Parallax, arXiv
 1808.02621); they gather them in place of the table, not beside it.
@@ -43,14 +44,20 @@ from scmoe.parallel.mesh import axis_index, axis_size, own_share
 PyTree = Any
 
 
+# Path of the token table in a tree like a language model's parameters.
+TABLE = ("embedding", "tokens")
+
+
 def table_of(tree: PyTree) -> Any:
   """The leaf of the token table, in a tree like a language model's parameters."""
-  return tree["embedding"]["tokens"]
+  module, name = TABLE
+  return tree[module][name]
 
 
 def without_table(totals: PyTree) -> PyTree:
   """The totals, with None for that of the token table."""
-  return {**totals, "embedding": {**totals["embedding"], "tokens": None}}
+  module, name = TABLE
+  return {**totals, module: {**totals[module], name: None}}
 
 
 def rows_are_fewer(
@@ -58,7 +65,7 @@ def rows_are_fewer(
 ) -> bool:
   """Whether rows take at most half the bytes that the table's sum would send from each device.
 
-  The sum as a table remains for what is not looked up, and is hidden; half is a margin for that.
+  Half, because the table's sum usually stays, beside other work, and the rows come in addition.
 
   Args:
     tokens: looked up on each device.
@@ -86,8 +93,6 @@ def total_by_rows(
   """
   if total is None or not (total.rows and total.last and total.axes):
     return None
-  if total.into is None and total.value.shape != table_VD.shape:
-    return None  # ranks share the table itself, and scatter each group's gradient
   fewer = rows_are_fewer(
     tokens,
     len(table_VD),
@@ -157,6 +162,8 @@ looked_up_apart.defvjp(_looked_up_fwd, _looked_up_bwd)
 def summed_early(models: Sequence[Any], outs: Sequence[Any], total: GradientTotal) -> list[Any]:
   """Returns `outs`; their gradients begin the sum of the table, which the heads of `models` read.
 
+  The first output passes through the rule, too, so that it runs if no head reads the table.
+
   Args:
     models: language models, one for each microbatch of a group; each gets a table whose gradient
       goes to the total.
@@ -195,7 +202,8 @@ def _summed_early_bwd(kept, bars):
     addends = wide if total.value is None else [total.value, *wide]
     (new,) = reduced([total], [functools.reduce(jnp.add, addends)])
     found = new.value if new.into is None else new.into
-    # Not a constant to XLA: 0 times infinity is NaN, with which the step is skipped anyway.
+    # XLA cannot fold this to 0, since infinity times 0 is NaN. An infinite element makes the
+    # gradients' norm infinite, and the step skips such gradients in any case.
     mark_bar = found[0, 0] * 0 if has_mark else None
   return new, h_bar, [None] * len(table_bars), mark_bar
 

@@ -106,8 +106,8 @@ class Output:
       wiring.
     caches: updated caches, or None.
     hidden_LBSD: the main path after every block, in order; None without `Pass.hidden`.
-    mark: of the middle pair of the first batch (`scmoe.models.row_gradients.marked`), with
-      `Pass.total_of_rows`, if pairs are written out.
+    mark: a scalar 0; its gradient is added to that of the first batch's stream before the middle
+      pair (`scmoe.models.row_gradients.marked`). None without `Pass.total_of_rows`, and in a scan.
   """
 
   h_BSD: Float[Array, "B S D"]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from scmoe.layers.partitioned import Travels, rows_travel
 from scmoe.models.gradient_sums import group_size
 from scmoe.models.objective import cast_params
-from scmoe.models.row_gradients import rows_are_fewer
+from scmoe.models.row_gradients import TABLE, rows_are_fewer
 from scmoe.models.stacked import STACKS
 from scmoe.parallel.gradients import axes_of
 from scmoe.parallel.mesh import TOKEN_AXES
@@ -26,7 +26,6 @@ from scmoe.training.host_arrays import lies_on_host
 from scmoe.training.streamed_update import stack_of
 
 PyTree = Any
-TABLE = "embedding.tokens"  # path of the parameter that language models look up
 PAIRS_AT_WORK = 3  # arrays as large as a pair's parameters: those of two pairs, and a gradient
 
 
@@ -147,8 +146,9 @@ class Sharing:
 
     A ring moves (n - 1)/n of an array in a reduce-scatter over n devices, twice as much in a sum.
     Where ranks share parameters, the reduce-scatter is made once a microbatch. All other sums are
-    made once a step. Rows of embeddings (`overlap.embedding_rows`) travel beside the table, in the
-    compute type.
+    made once a step. Rows of embeddings (`overlap.embedding_rows`) travel in the narrower of the
+    compute type and `overlap.gradient_dtype`: alone if the model has a head of its own and the step
+    one group, else beside the table.
     """
     times = self._microbatches if self.shares and self.shares.parameters else 1
     parts: dict[tuple[str, ...], float] = {}
@@ -161,9 +161,12 @@ class Sharing:
     for path, (leaf, how) in zip(self._paths, self._leaves, strict=True):
       axes = set(TOKEN_AXES) - set(axes_of(leaf.sharding.spec))
       size, shape = share * bytes_per_device(leaf), leaf.sharding.mesh.shape
-      if jax.tree_util.keystr(path, simple=True, separator=".") == TABLE:
+      if jax.tree_util.keystr(path, simple=True, separator=".") == ".".join(TABLE):
         everywhere = tuple(axis for axis in shape if axis in axes and shape[axis] > 1)
-        add(everywhere, self._row_bytes(leaf, how, math.prod(shape[axis] for axis in everywhere)))
+        rows = self._row_bytes(leaf, how, math.prod(shape[axis] for axis in everywhere))
+        add(everywhere, rows)
+        if rows and self._rows_alone:
+          continue
       if how != WHOLE:
         ranks = ranks_of(leaf, how)
         add(how.axes, times * (ranks - 1) / ranks * size)
@@ -181,8 +184,10 @@ class Sharing:
       return 0
     if run.mesh.embedding == "partitioned":  # its rows travel in any case
       return 0
-    group = group_size(self._microbatches, run.overlap.flight)
-    tokens = group * run.train.batch_size * run.data.seq_len // run.mesh.token_shards
+    written_out = derived_overlap(run, gpu=True).writes_out(run.model.num_pairs)
+    if not (written_out or self._rows_alone):
+      return 0
+    tokens = self._group * run.train.batch_size * run.data.seq_len // run.mesh.token_shards
     travels = jnp.dtype(run.overlap.gradient_dtype).itemsize
     itemsize = min(jnp.dtype(run.model.dtype).itemsize, travels)
     vocab, width = table.sharding.shard_shape(table.shape)
@@ -214,6 +219,16 @@ class Sharing:
   @property
   def _microbatches(self) -> int:
     return self.run.train.microbatches(self.run.data.seq_len)
+
+  @property
+  def _rows_alone(self) -> bool:
+    """Whether a step adds nothing to the gradient of the token table but looked-up rows."""
+    return not self.run.model.tie_embeddings and self._microbatches == self._group
+
+  @property
+  def _group(self) -> int:
+    """Microbatches that run side by side."""
+    return group_size(self._microbatches, self.run.overlap.flight)
 
   @property
   def _leaves(self) -> list[tuple[Any, Division]]:

@@ -61,7 +61,7 @@ class ClassificationObjective(RoutedObjective):
     router: Any,
     rngs: Sequence[Array | None],
     totals: Any = None,
-    table: Any = None,
+    total_of_rows: Any = None,
   ) -> Route:
     """The way of several microbatches of images, which it changes first, through the model.
 

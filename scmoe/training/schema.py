@@ -150,7 +150,7 @@ _SINCE = {
   },
   "augment": {"trivial": 0.0},
   # These fields of `overlap` have their present defaults.
-  "overlap": {"search_seconds": 90.0, "flight": 1, "ahead": True},
+  "overlap": {"search_seconds": 90.0, "flight": 1, "ahead": True, "embedding_rows": False},
 }
 # Sections that later versions added, with the values that describe what earlier runs did.
 _SECTIONS = {

@@ -13,8 +13,8 @@ compiles Pos-2 with experts on two H200s (--devices), which `H200` describes to 
 its own estimates of time: no latency is measured, and no matrix product tuned. So the program says
 which work may stand beside an exchange, not how long either takes. --text FILE keeps the program.
 
-With --sums it prints instead, for every other collective of 16 MiB or more, in order, how many of
-the program's products stand before its start and before its end.
+With --sums it prints instead, for every sum or gather of 16 MiB or more, in order, how many of the
+program's products stand before its start and before its end.
 
 For each exchange, in order, it prints the matrix products between its start and its end, and those
 of the same pass, forward or backward, that neither need it nor are needed by it. A put has such a
@@ -24,9 +24,7 @@ start and end only if its kernel has a stream of its own (`dispatch.put_blocks`)
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -43,13 +41,17 @@ from shared_state import configured, fields_of  # noqa: E402
 
 from scmoe.base.errors import run_main  # noqa: E402
 from scmoe.parallel.mesh import batch_sharding  # noqa: E402
-from scmoe.profiling.windows import Window, free_products, program_windows  # noqa: E402
+from scmoe.profiling.windows import (  # noqa: E402
+  Window,
+  free_products,
+  program_sums,
+  program_windows,
+)
 from scmoe.run import build  # noqa: E402
 from scmoe.training.fastest import Steps  # noqa: E402
 from scmoe.training.variants import Variant  # noqa: E402
 
 LARGE = 16 << 20  # bytes
-PRODUCT = re.compile(r"__cublas|cudnn|mosaic_gpu|\bdot\(|gemm")
 # Asks cuDNN for its version, which is not there; its attention stays a call in the program.
 CUDNN = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 # What XLA asks of a GPU (GpuTargetConfigProto), for an H200: figures of NVIDIA's data sheet and of
@@ -121,37 +123,15 @@ def main() -> None:
     args.text.write_text(text)
   print(f"{args.model}, {' '.join(args.words) or 'as configured'}, jax {jax.__version__}")
   if args.sums:
-    return print("\n".join(sums(text)))
+    found, products = program_sums(text)
+    print(f"{products} products")
+    for one in found:
+      if one.bytes >= LARGE:
+        print(f"{one.kind} {one.shape}: {one.begun} to {one.ended}")
+    return
   print("exchange; products beside it; products that could be beside it")
   for window, free in zip(program_windows(text), free_products(text), strict=True):
     print(f"{window.direction} {window.stage}; {listed(window)}; {listed(free)}")
-
-
-def sums(text: str) -> list[str]:
-  """Large collectives of a scheduled program that are no exchanges, and where they stand in it."""
-  entry = [line for line in text[text.index("\nENTRY ") :].splitlines() if " = " in line]
-  started: dict[str, tuple[int, str]] = {}
-  products, found = 0, []
-  for line in entry:
-    name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
-    if match := re.search(
-      r" (all-reduce|reduce-scatter|all-gather)-(start|done)\((%[\w.-]+)", rest
-    ):
-      kind, end, operand = match.groups()
-      shapes = re.findall(r"(\w+)\[([\d,]+)\]", rest[: match.start()])
-      largest = max(shapes, key=lambda one: _bytes(*one), default=("u8", "0"))
-      if end == "start":
-        started[name] = products, kind
-      elif operand in started and _bytes(*largest) >= LARGE:
-        begun, kind = started[operand]
-        found.append(f"{kind} {largest[0]}[{largest[1]}]: {begun} to {products}")
-    products += bool(PRODUCT.search(rest))
-  return [f"{products} products", *found]
-
-
-def _bytes(dtype: str, shape: str) -> int:
-  bits = re.search(r"\d+", dtype)
-  return math.prod(map(int, shape.split(","))) * (int(bits.group()) if bits else 8) // 8
 
 
 def listed(window: Window) -> str:

@@ -34,8 +34,19 @@ def _looked_up_fwd(table_VD, index):
 def _looked_up_bwd(kept, bar):
   index, like = kept
   wide = jnp.promote_types(like.dtype, jnp.float32)
-  zeros = jnp.zeros((like.shape[1], bar.shape[-1]), wide)
-  return zeros.at[index].add(bar.astype(wide)).astype(like.dtype), None
+  return added_rows(index, bar.astype(wide), like.shape[1]).astype(like.dtype), None
+
+
+def added_rows(
+  index: Int[Array, "*n"], rows: Float[Array, "*n D"], count: int
+) -> Float[Array, "count D"]:
+  """A table of `count` rows with `rows` added up at their indices: float32 (float64 stays).
+
+  An index of `count` or more is left out; one below 0 counts from the end.
+  """
+  wide = jnp.promote_types(rows.dtype, jnp.float32)
+  zeros = jnp.zeros((count, rows.shape[-1]), wide)
+  return zeros.at[index].add(rows.astype(wide), mode="drop")
 
 
 looked_up.defvjp(_looked_up_fwd, _looked_up_bwd)

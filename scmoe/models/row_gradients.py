@@ -38,6 +38,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from scmoe.kernels.wide_sums import added_rows
 from scmoe.models.gradient_totals import GradientTotal, reduced
 from scmoe.parallel.mesh import axis_index, axis_size, own_share
 
@@ -143,11 +144,9 @@ def _looked_up_bwd(kept, bar):
       else:
         vocab //= how.ranks
         index_N = index_N - axis_index(*how.axes) * vocab
-    # Below 0 are rows of another rank's share, which jax would count from the table's end.
+    # Rows of another rank's share are left out; an index below 0 would count from the end.
     index_N = jnp.where(index_N < 0, vocab, index_N)
-    wide = jnp.promote_types(rows_ND.dtype, jnp.float32)
-    zeros = jnp.zeros((vocab, rows_ND.shape[-1]), wide)
-    found = zeros.at[index_N].add(rows_ND.astype(wide), mode="drop")
+    found = added_rows(index_N, rows_ND, vocab)
   if scattered:
     return dataclasses.replace(total, into=found), None, None
   return dataclasses.replace(total, value=found), None, None

@@ -4,13 +4,15 @@
 between the start and the done of each exchange, an all-to-all or a put
 (`dispatch.transport=put`); `free_products` lists the matrix products that could be there.
 `graph_windows` reads a jaxpr, before any compiler, and lists the matrix products
-that neither depend on an exchange nor are needed by it. A barrier counts as a dependency, so this
+that neither depend on an exchange nor are needed by it. `program_sums` says where a scheduled
+program sums gradients and gathers parameters. A barrier counts as a dependency, so this
 is the window that the schedule leaves in both passes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 from scmoe.profiling.overlap import direction_of, stage_of
 
 _PRODUCT = re.compile(r"gemm|dot|matmul|convolution|sdpa|fmha|attention", re.IGNORECASE)
+_SUM = re.compile(r" (all-reduce|reduce-scatter|all-gather)(-start|-done|)\(%?([\w.\-]+)")
 # The jitted function of `scmoe.kernels.put`. On a stream of its own its kernel is a call, with a
 # start and a done; otherwise the kernel itself stands in the program.
 _PUT = "jit(put_rows_kernel)"
@@ -101,6 +104,51 @@ def program_windows(program: str) -> list[Window]:
       for _, beside in open_at.values():
         beside.append(one)
   return windows
+
+
+class Sum(NamedTuple):
+  """A collective that is no exchange, such as a sum of gradients, and where it stands.
+
+  Attributes:
+    kind: all-reduce, reduce-scatter or all-gather.
+    shape: the largest array that it makes, as XLA writes it: f32[50304,1280].
+    bytes: of that array.
+    begun, ended: numbers of the program's products before its start and before its end.
+  """
+
+  kind: str
+  shape: str
+  bytes: int
+  begun: int
+  ended: int
+
+
+def program_sums(program: str) -> tuple[list[Sum], int]:
+  """Sums and gathers of a scheduled program's entry, in order of their ends, and its products.
+
+  What runs inside a loop is not in the entry.
+  """
+  started: dict[str, int] = {}
+  products, found = 0, []
+  for one in _instructions(program[program.index("\nENTRY ") :]):
+    if match := _SUM.search(one.rest):
+      kind, part, operand = match.groups()
+      if part == "-start":
+        started[one.name] = products
+      else:  # XLA merges a start with the done that directly follows it
+        begun = started.pop(operand, products)
+        shapes = re.findall(r"\w+\[[\d,]+\]", one.rest[: match.start()])
+        largest = max(shapes, key=_bytes, default="u8[0]")
+        found.append(Sum(kind, largest, _bytes(largest), begun, products))
+    elif (" fusion(" in one.rest or " custom-call(" in one.rest) and one.is_product:
+      products += 1
+  return found, products
+
+
+def _bytes(shape: str) -> int:
+  dtype, _, sizes = shape.rstrip("]").partition("[")
+  bits = re.search(r"\d+", dtype)
+  return math.prod(map(int, sizes.split(","))) * (int(bits.group()) if bits else 8) // 8
 
 
 def free_products(program: str) -> list[Window]:

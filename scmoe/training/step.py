@@ -332,7 +332,7 @@ def make_train_step(
   """
   mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
   how: Any = {"gradient_dtype": gradient_dtype, "flight": flight, "repeats": repeats}
-  how["embedding_rows"] = embedding_rows
+  how |= {"embedding_rows": embedding_rows}
   if optimizer.on_host is not None and optimizer.on_host.computes:
     specs = masters.readable(jax.tree.map(lambda s: s.spec, shardings_of(abstract.params)))
     leaving = make_local_step(objective, optimizer, specs, leave=True, **how)
@@ -399,17 +399,12 @@ def make_local_step(
       params = to_fetch(params, optimizer.on_host.experts)
     factor = None if optimizer.scaling is None else state.scale["factor"]
     loss, grads, aux = accumulate(
-      own,
-      params,
-      state.router,
-      batch,
-      rng,
-      whole_specs,
-      gradient_dtype,
-      flight,
-      factor,
-      shares,
-      embedding_rows,
+      *(own, params, state.router, batch, rng, whole_specs),
+      gradient_dtype=gradient_dtype,
+      flight=flight,
+      factor=factor,
+      shares=shares,
+      embedding_rows=embedding_rows,
     )
     with jax.named_scope("optimizer"):
       if optimizer.scaling is not None:

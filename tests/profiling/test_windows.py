@@ -20,7 +20,15 @@ from scmoe.models.gradient_sums import for_last_group
 from scmoe.models.gradient_totals import GradientTotal, added
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
-from scmoe.profiling.windows import Window, free_products, graph_windows, program_windows, summary
+from scmoe.profiling.windows import (
+  Sum,
+  Window,
+  free_products,
+  graph_windows,
+  program_sums,
+  program_windows,
+  summary,
+)
 
 
 @functools.cache
@@ -311,3 +319,29 @@ def test_exchanges_that_are_alike_share_a_line():
     "12 x forward  dispatch beside: 2 mlp, 1 attention (5 to 7 operations)",
     "6 x backward combine  beside: nothing (0 operations)",
   ]
+
+
+SUMS = """HloModule step, is_scheduled=true
+
+%loop (p: f32[8]) -> f32[8] {
+  %all-reduce.9 = f32[8]{0} all-reduce(%p), to_apply=%add
+}
+
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {
+  %gemm.1 = f32[8,4]{1,0} fusion(%x), kind=kCustom, calls=%gemm
+  %all-reduce-start.1 = ((f32[8,4]{1,0}), f32[8,4]{1,0}) all-reduce-start(%gemm.1), to_apply=%add
+  %gemm.2 = f32[8,4]{1,0} fusion(%x), kind=kCustom, calls=%gemm
+  %all-reduce-done.1 = f32[8,4]{1,0} all-reduce-done(%all-reduce-start.1)
+  %a2a = f32[8,4]{1,0} all-to-all(%gemm.2)
+  ROOT %all-gather.1 = bf16[16,4]{1,0} all-gather(%gemm.2), dimensions={0}
+}
+"""
+
+
+def test_where_sums_stand():
+  """Those of the entry, with the products before start and end; exchanges are no sums."""
+  found, products = program_sums(SUMS)
+  assert products == 2
+  assert found == [
+    Sum("all-reduce", "f32[8,4]", 8 * 4 * 4, 1, 2), Sum("all-gather", "bf16[16,4]", 16 * 4 * 2, 2, 2)
+  ]  # fmt: skip

@@ -459,10 +459,12 @@ def test_steps_are_repeated_where_rows_can_be_left_over(others, why):
   ({"mesh__data": 2, "mesh__embedding": "partitioned"}, "mesh.embedding='partitioned' sends rows"),
   ({"mesh__shard_state": "parameters"}, "mesh.shard_state='parameters' scatters the gradients"),
   ({"lora__rank": 4}, "lora.rank=4 trains adapters"),
+  ({"model__tie_embeddings": True}, "model.tie_embeddings=True: the head's gradient"),
+  ({"train__tokens_per_step": 32768}, "train.tokens_per_step=32768 adds up several microbatches"),
   ({"model__architecture": "vit"}, "model.architecture='vit' reads images"),
 ])  # fmt: skip
 def test_embeddings_travel_as_rows_where_their_gradients_are_summed(others, why):
-  given = {"mesh__expert": 2, "overlap__embedding_rows": True}
+  given = {"mesh__expert": 2, "overlap__embedding_rows": True, "model__tie_embeddings": False}
   line = error_of(check_typed, changed(**(given | others)), ["overlap.embedding_rows"])
   assert f"overlap.embedding_rows=True has no effect: {why}" in line
   check_typed(changed(**given), ["overlap.embedding_rows"])

@@ -169,24 +169,26 @@ def test_bfloat16_gradients_travel_in_half_the_bytes():
   assert half == pytest.approx(whole / 2, rel=1e-6)
 
 
-def test_rows_of_embeddings_leave_a_device_beside_the_table():
-  """Each of two devices sends the rows of its tokens in the compute type."""
-  table, rows = (
-    step_work(tiny(mesh__data=2, overlap__embedding_rows=rows, model__vocab_size=65536))
-    for rows in (False, True)
-  )
-  run = tiny(mesh__data=2)
-  tokens = run.train.batch_size * run.data.seq_len // 2
-  size = tokens * run.model.width * jnp.dtype(run.model.dtype).itemsize
-  assert rows.traffic.gradients - table.traffic.gradients == size
-  parts = {"mesh__embedding": "partitioned", "model__vocab_size": 65536}
+@pytest.mark.parametrize(
+  ("given", "microbatches"),
+  [
+    ({}, 1),
+    ({"model__tie_embeddings": False, "mesh__embedding": "partitioned"}, 1),
+    ({"model__tie_embeddings": False}, 2),
+  ],
+  ids=["a tied head", "in parts", "two microbatches"],
+)
+def test_the_table_is_summed_where_rows_do_not_travel(given, microbatches):
+  tokens = tiny().train.batch_size * tiny().data.seq_len
+  given = {"train__tokens_per_step": microbatches * tokens, **given}
+  given |= {"mesh__data": 2, "model__vocab_size": 65536}
   one, other = (
-    step_work(tiny(mesh__data=2, overlap__embedding_rows=rows, **parts)) for rows in (False, True)
+    step_work(tiny(overlap__embedding_rows=rows, **given)).traffic for rows in (False, True)
   )
-  assert one.traffic == other.traffic
+  assert one == other
 
 
-def test_rows_travel_alone_if_nothing_else_is_added_to_the_table():
+def test_rows_of_embeddings_travel_in_place_of_the_table():
   """In a step of one microbatch whose model has a head of its own."""
   given = {"mesh__data": 2, "model__vocab_size": 65536, "model__tie_embeddings": False}
   given["train__tokens_per_step"] = 0

@@ -98,9 +98,9 @@ class OverlapConfig(Options, path="overlap"):
   )
   embedding_rows: bool = option(
     False,
-    "advanced: in the step's last microbatch the gradients of looked-up embeddings travel as the "
-    "rows of its tokens, where these take at most half the bytes of the table's sum over devices, "
-    "which then need not wait for the end of the backward pass; for a slow link",
+    "advanced: in a step of one microbatch whose model has a head of its own, the gradients of "
+    "embeddings travel between devices as the rows of its tokens, where these take at most half "
+    "the bytes of the table's sum; for a slow link",
   )
   ablation: OverlapAblation = section(
     OverlapAblation, "parts of the overlap that only ablations set apart"

@@ -164,7 +164,7 @@ def accumulate(
       the returned loss is without it.
     shares: says for which parameters a rank gets only its share of the gradient; None: for
       none.
-    embedding_rows: whether gradients of looked-up rows may travel as rows in the last group
+    embedding_rows: whether gradients of looked-up rows may travel as rows in a step of one group
       (`scmoe.models.row_gradients`).
 
   Returns:

@@ -373,7 +373,7 @@ def _added_bwd(kept, bars):
     for copy in wide:
       for i in set(range(len(totals))) - set(here):
         values[i] = copy[i] if values[i] is None else values[i] + copy[i]
-    return None, *_replaced(stacks, layer, reduced(totals, values)), None
+    return None, *_replaced(stacks, layer, _reduced(totals, values)), None
 
 
 def _replaced(
@@ -414,7 +414,7 @@ def _sent(total: GradientTotal, value: Array) -> GradientTotal:
   return dataclasses.replace(total, value=value, squares=squares)
 
 
-def reduced(totals: list[GradientTotal], values: list[Array]) -> list[GradientTotal]:
+def _reduced(totals: list[GradientTotal], values: list[Array]) -> list[GradientTotal]:
   """The gradients with respect to totals: this device's new totals, summed over `axes`.
 
   A total with `into` is scattered over the parameter's ranks, and summed over the other axes.

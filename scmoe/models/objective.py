@@ -21,7 +21,7 @@ from scmoe.models import gpt
 from scmoe.models.gpt import GPT
 from scmoe.models.gradient_sums import divided
 from scmoe.models.gradient_totals import GradientTotal, ready_beside_pairs
-from scmoe.models.row_gradients import summed_early, table_of, total_by_rows, without_table
+from scmoe.models.row_gradients import table_of, total_by_rows, without_table
 from scmoe.models.trunk import Output, Pass, Route, run_trunks
 from scmoe.moe.losses import (
   balance_loss,
@@ -219,8 +219,6 @@ class RoutedObjective(abc.ABC):
     params = ready_beside_pairs(params, totals if of_rows is None else without_table(totals))
     models: list[Any] = [self.merged(own, batch) for own, batch in zip(params, batches)]
     outs = run_trunks(self.route(models, batches, router, rngs, totals, of_rows))
-    if of_rows is not None:
-      outs = summed_early(models, outs, of_rows)
     own = []
     with jax.named_scope("loss"):
       for model, out, batch in zip(models, outs, batches):
@@ -402,8 +400,7 @@ class LanguageModelObjective(RoutedObjective):
     if own is None or not own.rows:
       return None
     model: GPT = nnx.merge(self.graph, params[0])
-    alone = own.empty and not model.embedding.config.tied
-    if model.embedding.config.partitioned or not (alone or model.written_out):
+    if model.embedding.config.tied or model.embedding.config.partitioned:
       return None
     tokens, dtype = sum(batch.inputs.size for batch in batches), jnp.dtype(model.config.dtype)
     return total_by_rows(own, table_of(params[0]), tokens, dtype)

@@ -1,36 +1,23 @@
 """Gradients of an embedding table that travel between devices as rows, not as a table.
 
 A microbatch of 8,192 tokens looks up 8,192 rows of a table, and its gradient is 0 in all others. As
-a float32 table of 50,304 rows of width 1,280 that gradient is 258 MB. It is complete when the
-backward pass has ended, so its sum over devices has no computation beside it: 9.7 ms over a link of
-26.6 GB/s. The 8,192 rows are 21 MB in bfloat16.
+a float32 table of 50,304 rows of width 2,048 that gradient is 412 MB. It is complete when the
+backward pass has ended, so its sum over devices has no computation beside it. The 8,192 rows are
+34 MB in bfloat16.
 
-So with `overlap.embedding_rows` the last group of a step sums the table's gradient in two parts:
-
-- as a table, what earlier groups have added to the total, and the head's gradient if the table is
-  also the head. The backward pass makes the head's gradient first, so the sum can run beside the
-  rest of the pass (`summed_early`).
-- as rows, what the last group's lookups add (`looked_up_apart`). Each device gathers the rows and
-  token ids of all devices, and adds the rows to the sum by itself.
-
-Both parts are gradients with respect to the same total, so they add up by themselves. A table that
-is only looked up has no first part in a step of one group.
-
-Why the mark: XLA's scheduler for GPUs runs one sum at a time, and puts that of the table last,
-though its operand is there first. So the gradient of the residual stream waits, in the middle of
-the backward pass, for an element of the sum times 0 (`marked`): XLA has to end the sum before that,
-beside the pairs behind the mark. A scan over pairs has no mark, and XLA puts the sum behind it; so
-rows travel there only if they travel alone.
+So with `overlap.embedding_rows` each device gathers the rows and token ids of all devices
+(`looked_up_apart`), and adds the rows to a table by itself. That needs a step whose table gets no
+other gradient: one group of microbatches, and a model with a head of its own. Otherwise the table
+has to be summed as well; to begin that sum earlier did not make a step faster
+(experiments/LOG.md, "Embeddings as rows").
 
 Frameworks with sparse gradients gather rows so, too (Horovod's `IndexedSlices`; Parallax, arXiv
-1808.02621); they gather them in place of the table, not beside it.
+1808.02621).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,7 +26,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from scmoe.kernels.wide_sums import added_rows
-from scmoe.models.gradient_totals import GradientTotal, reduced
+from scmoe.models.gradient_totals import GradientTotal
 from scmoe.parallel.mesh import axis_index, axis_size, own_share
 
 PyTree = Any
@@ -66,7 +53,7 @@ def rows_are_fewer(
 ) -> bool:
   """Whether rows take at most half the bytes that the table's sum would send from each device.
 
-  Half, because the table's sum usually stays, beside other work, and the rows come in addition.
+  Half, because each device also adds up all devices' rows, which takes time of its own.
 
   Args:
     tokens: looked up on each device.
@@ -92,7 +79,7 @@ def total_by_rows(
     tokens: looked up by this device in the group.
     dtype: of the rows' gradients.
   """
-  if total is None or not (total.rows and total.last and total.axes):
+  if total is None or not (total.rows and total.last and total.empty and total.axes):
     return None
   fewer = rows_are_fewer(
     tokens,
@@ -153,69 +140,3 @@ def _looked_up_bwd(kept, bar):
 
 
 looked_up_apart.defvjp(_looked_up_fwd, _looked_up_bwd)
-
-
-# -- the sum of the table -------------------------------------------------------------------------
-
-
-def summed_early(models: Sequence[Any], outs: Sequence[Any], total: GradientTotal) -> list[Any]:
-  """Returns `outs`; their gradients begin the sum of the table, which the heads of `models` read.
-
-  The first output passes through the rule, too, so that it runs if no head reads the table.
-
-  Args:
-    models: language models, one for each microbatch of a group; each gets a table whose gradient
-      goes to the total.
-    outs: each model's `scmoe.models.trunk.Output`.
-    total: from `total_by_rows`.
-  """
-  heads = [model.embedding for model in models if model.embedding.head is None]
-  if total.empty and not heads:  # nothing was added to it, and nothing will be but rows
-    return list(outs)
-  first, *rest = outs
-  tables = [head.tokens[...] for head in heads]
-  h_BSD, tables = _summed_early(total, first.h_BSD, tables, first.mark)
-  for head, table in zip(heads, tables):
-    head.tokens[...] = table
-  return [dataclasses.replace(first, h_BSD=h_BSD), *rest]
-
-
-@jax.custom_vjp
-def _summed_early(
-  total: GradientTotal, h_BSD: Array, tables: list[Array], mark: Array | None
-) -> tuple[Array, list[Array]]:
-  del total, mark
-  return h_BSD, tables
-
-
-def _summed_early_fwd(total, h_BSD, tables, mark):
-  unread = dataclasses.replace(total, value=None) if total.empty else total
-  return (h_BSD, tables), (unread, mark is not None)
-
-
-def _summed_early_bwd(kept, bars):
-  total, has_mark = kept
-  h_bar, table_bars = bars
-  with jax.named_scope("gradients"):
-    wide = [bar.astype(jnp.promote_types(bar.dtype, jnp.float32)) for bar in table_bars]
-    addends = wide if total.value is None else [total.value, *wide]
-    (new,) = reduced([total], [functools.reduce(jnp.add, addends)])
-    found = new.value if new.into is None else new.into
-    # XLA cannot fold this to 0, since infinity times 0 is NaN. An infinite element makes the
-    # gradients' norm infinite, and the step skips such gradients in any case.
-    mark_bar = found[0, 0] * 0 if has_mark else None
-  return new, h_bar, [None] * len(table_bars), mark_bar
-
-
-_summed_early.defvjp(_summed_early_fwd, _summed_early_bwd)
-
-
-@jax.custom_vjp
-def marked(h_BSD: Array) -> tuple[Array, Array]:
-  """The residual stream, and a scalar 0 whose gradient is added to that of the whole stream."""
-  return h_BSD, jnp.zeros(())
-
-
-marked.defvjp(
-  lambda h_BSD: (marked(h_BSD), None), lambda _, bars: (bars[0] + bars[1].astype(bars[0].dtype),)
-)

@@ -36,7 +36,6 @@ from scmoe.models.gradient_totals import (
 )
 from scmoe.models.regather import OneAhead
 from scmoe.models.rematerialisation import rematerialised
-from scmoe.models.row_gradients import marked
 from scmoe.models.stacked import each_layer, is_apart, split_layers, stack_outputs, stacked
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import ExpertSource, OnDevice
@@ -106,15 +105,12 @@ class Output:
       wiring.
     caches: updated caches, or None.
     hidden_LBSD: the main path after every block, in order; None without `Pass.hidden`.
-    mark: a scalar 0; its gradient is added to that of the first batch's stream before the middle
-      pair (`scmoe.models.row_gradients.marked`). None without `Pass.total_of_rows`, and in a scan.
   """
 
   h_BSD: Float[Array, "B S D"]
   sums: RouterSums | None
   caches: Any = None
   hidden_LBSD: Float[Array, "L B S D"] | None = None
-  mark: Float[Array, ""] | None = None
 
 
 class Trunk(nnx.Module):
@@ -386,8 +382,7 @@ def run_trunks(route: Route) -> list[Output]:
     made: list[
       tuple[bool, Any]
     ] = []  # for every run of layers in order: whether its layers are dense, and its results
-    whole, mark = len(runs) == 1, None
-    middle = None if shared.total_of_rows is None else config.num_pairs // 2
+    whole = len(runs) == 1
     for run in runs:
       take = lambda tree, run=run, whole=whole: tree if whole else (
         jax.tree.map(lambda x: x[run.start : run.stop], tree))  # fmt: skip
@@ -399,10 +394,6 @@ def run_trunks(route: Route) -> list[Output]:
         in_order = OneAhead(own_body, own_totals[run.start : run.stop]) if one_ahead else None
         for i in range(run.start, run.stop):
           at = lambda some, i=i: [c and c[i] for c in some]
-          if i == middle:
-            (first, *rest), *others_of_first = carry[1]
-            first, mark = marked(first)
-            carry = (carry[0], [(first, *rest), *others_of_first], *carry[2:])
           read = parts[i] if parts else (at_hand.take(i), own_totals[i])
           then = (parts[i + 1][0], of_pairs[i + 1]) if parts and i + 1 < run.stop else None
           here = (at(caches), at(kept), *of_pairs[i])
@@ -430,7 +421,6 @@ def run_trunks(route: Route) -> list[Output]:
       Output(h_BSD, *_in_order([(dense, out[i]) for dense, out in made], model.written_out))
       for i, h_BSD in enumerate(last)
     ]
-    outs[0] = dataclasses.replace(outs[0], mark=mark)
 
 
 def context_of(

@@ -13,6 +13,7 @@ from typing import Any
 from scmoe.base.errors import ConfigError
 from scmoe.base.renamed import RENAMED
 from scmoe.blocks.schedule import make_schedule
+from scmoe.models.gradient_sums import group_size
 from scmoe.run.bounds import check_excess
 from scmoe.training.options import tuned_values
 
@@ -53,6 +54,15 @@ def _reads(run: Any, *kinds: str) -> bool:
 
 def _tuned(run: Any) -> dict[str, list[Any]]:
   return tuned_values(run.train.tune)
+
+
+def _groups(run: Any) -> int:
+  """Groups of microbatches in a step; 1 if their number is not whole, which `check` reports."""
+  try:
+    count = run.train.microbatches(run.data.seq_len)
+  except ConfigError:
+    return 1
+  return count // group_size(count, run.overlap.flight)
 
 
 _DENSE = lambda run: not run.model.wiring_rule.taps
@@ -154,6 +164,19 @@ RULES = (
     lambda run: run.mesh.shard_state == "parameters",
     "mesh.shard_state='parameters' scatters the gradients of each microbatch",
     "set mesh.shard_state=moments or none",
+  ),
+  _Rule(
+    ("overlap.embedding_rows",),
+    lambda run: _TEXT(run) and run.model.tie_embeddings,
+    "model.tie_embeddings=True: the head's gradient has all rows of the table",
+    "set model.tie_embeddings=False, or leave overlap.embedding_rows=False",
+  ),
+  _Rule(
+    ("overlap.embedding_rows",),
+    lambda run: _groups(run) > 1,
+    "train.tokens_per_step={run.train.tokens_per_step} adds up several microbatches as a table",
+    "set train.tokens_per_step=0 and a larger train.batch_size, or overlap.flight to the number of "
+    "microbatches",
   ),
   _Rule(
     ("overlap.embedding_rows",),

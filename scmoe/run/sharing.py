@@ -146,9 +146,8 @@ class Sharing:
 
     A ring moves (n - 1)/n of an array in a reduce-scatter over n devices, twice as much in a sum.
     Where ranks share parameters, the reduce-scatter is made once a microbatch. All other sums are
-    made once a step. Rows of embeddings (`overlap.embedding_rows`) travel in the narrower of the
-    compute type and `overlap.gradient_dtype`: alone if the model has a head of its own and the step
-    one group, else beside the table.
+    made once a step. Rows of embeddings (`overlap.embedding_rows`) travel in place of the table's
+    sum, in the narrower of the compute type and `overlap.gradient_dtype`.
     """
     times = self._microbatches if self.shares and self.shares.parameters else 1
     parts: dict[tuple[str, ...], float] = {}
@@ -165,7 +164,7 @@ class Sharing:
         everywhere = tuple(axis for axis in shape if axis in axes and shape[axis] > 1)
         rows = self._row_bytes(leaf, how, math.prod(shape[axis] for axis in everywhere))
         add(everywhere, rows)
-        if rows and self._rows_alone:
+        if rows:
           continue
       if how != WHOLE:
         ranks = ranks_of(leaf, how)
@@ -182,10 +181,9 @@ class Sharing:
     parts_travel = self.shares is not None and self.shares.parameters
     if not run.overlap.embedding_rows or ranks == 1 or parts_travel:
       return 0
-    if run.mesh.embedding == "partitioned":  # its rows travel in any case
+    if run.model.tie_embeddings or self._microbatches > self._group:
       return 0
-    written_out = derived_overlap(run, gpu=True).writes_out(run.model.num_pairs)
-    if not (written_out or self._rows_alone):
+    if run.mesh.embedding == "partitioned":  # its rows travel in any case
       return 0
     tokens = self._group * run.train.batch_size * run.data.seq_len // run.mesh.token_shards
     travels = jnp.dtype(run.overlap.gradient_dtype).itemsize
@@ -219,11 +217,6 @@ class Sharing:
   @property
   def _microbatches(self) -> int:
     return self.run.train.microbatches(self.run.data.seq_len)
-
-  @property
-  def _rows_alone(self) -> bool:
-    """Whether a step adds nothing to the gradient of the token table but looked-up rows."""
-    return not self.run.model.tie_embeddings and self._microbatches == self._group
 
   @property
   def _group(self) -> int:

@@ -161,6 +161,23 @@ def test_gradients_hide_beside_the_backward_pass():
   assert found.gradients == pytest.approx(work.traffic.gradients / 1e3 / 4, rel=1e-3)
 
 
+def test_gradients_wait_for_hidden_exchanges():
+  """A device sends one thing at a time, so what exchanges of the backward pass take, sums lack."""
+  work = step_work(tiny(mesh__data=2, mesh__expert=2, train__tokens_per_step=0))
+  work = dataclasses.replace(work, gradients={("data",): 1e9})
+  rates = Machine(flops=1e4, memory=1e4, link=1.0, latency=0.0)  # slow: all exchanges are hidden
+  gradients = {}
+  for sent in (0, 40_000):
+    traffic = dataclasses.replace(work.traffic, all_to_all=sent)
+    found = predicted(dataclasses.replace(work, traffic=traffic), rates, Links(1e3, 1e3, 0.0, 8))
+    assert found.exposed == 0
+    assert found.exchanges == pytest.approx(sent / 1e3)
+    gradients[sent] = found.gradients
+  # Half of the exchanges are of the backward pass, of which the last pair has no sum beside it.
+  layers = work.run.model.num_pairs
+  assert gradients[40_000] - gradients[0] == pytest.approx(20 * (layers - 1) / layers)
+
+
 def test_bfloat16_gradients_travel_in_half_the_bytes():
   whole, half = (
     step_work(tiny(mesh__data=4, overlap__gradient_dtype=dtype)).traffic.gradients

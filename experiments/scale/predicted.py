@@ -117,6 +117,9 @@ def _pairs(model: Any, devices: int, micro: int) -> RunConfig:
 
 
 STEP, SCALE = "step/results/results.json", "scale/results/olmoe.json"
+WIDE = MEDIUM | {"model.width": "1280", "model.num_heads": "20", "model.num_experts": "16"}
+WIDE |= {"train.batch_size": "8", "model.vocab_size": "50304"}
+PAIRS = "exchange_cost/results/default-slow-pairs-h200-2026-11-30.json"
 COST = "exchange_cost/results/nvlink-2026-11-27.json"
 FIGURE8, TABLE2 = "figure8_overlap/results/results.json", "table2_speed/results/results.json"
 TWO = OLMOE | {"mesh.data": "2", "model.num_layers": "15"}
@@ -184,6 +187,20 @@ MEASURED = (
     ("step/results/overlap-2026-11-25.json", "arms", "pos2", "wall", "ms"),
     "gpt2_moe_medium",
     MEDIUM | {"model.wiring": "scmoe_pos2"},
+  ),
+  Measured(
+    "expert=2, width 1,280, 16 experts, top-2",
+    "slow",
+    (PAIRS, 0, "arms", "top2", "ms"),
+    "gpt2_moe_medium",
+    WIDE | {"model.wiring": "top2"},
+  ),
+  Measured(
+    "expert=2, the same, Pos-2",
+    "slow",
+    (PAIRS, 0, "arms", "scmoe_pos2", "ms"),
+    "gpt2_moe_medium",
+    WIDE | {"model.wiring": "scmoe_pos2"},
   ),
   Measured(
     "expert=2, a MoE in every block, 10 layers, Pos-2",

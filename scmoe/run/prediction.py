@@ -77,7 +77,8 @@ class Prediction:
     exchanges: all exchanges of rows, if each were waited for.
     exposed: the part of them beside which the schedule computes nothing.
     gradients: the part of their sums that outlasts the backward pass of the pairs that are left.
-      The first pair's sum has nothing beside it.
+      The first pair's sum has nothing beside it. A device sends one thing at a time, so sums wait
+      while the exchanges of that pass are hidden.
     parameters: gathers of shares; all of them are waited for.
     attention: what devices that divide rows send; of a ring the part that outlasts the attention's
       own computation, of all-to-alls all.
@@ -176,6 +177,7 @@ def predicted(work: StepWork, machine: Machine, links: Links, bus: float = 0.0) 
   dense_again = dense if run.train.remat == "full" else 0.0
   back = pairs * (backward + again) + BACKWARD * dense + dense_again
   passes = pairs * forward + dense + back + _head(run, machine)
+  free = back - pairs * (sent / 2 - exposed_backward)  # of exchanges, for sums of gradients
   layers = pairs + _dense_layers(run)
   # With `mesh.shard_state=parameters` each microbatch scatters its gradients, else only the last.
   each = run.mesh.shares_state and run.mesh.shard_state == "parameters"
@@ -187,7 +189,7 @@ def predicted(work: StepWork, machine: Machine, links: Links, bus: float = 0.0) 
     computation=count * passes,
     exchanges=count * pairs * sent,
     exposed=count * pairs * (exposed_forward + exposed_backward),
-    gradients=_outlasting(seconds(work.gradients), scatters * back, layers),
+    gradients=_outlasting(seconds(work.gradients), scatters * free, layers),
     parameters=seconds(work.gathered),
     attention=_attention(work, links, stages),
     tensor=links.ring(traffic.tensor, links.group(work.mesh, ("tensor",))),

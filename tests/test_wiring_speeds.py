@@ -46,11 +46,19 @@ def test_arms_that_cannot_be_are_refused(wirings, names, own, message):
     wirings.arms_of(names, own, chunks=False)
 
 
+def test_another_configuration_keeps_its_sizes(wirings):
+  given = wirings.configured("olmoe", {})
+  run = wirings.configured("olmoe", wirings.sizes_of("olmoe"))
+  assert run.model == given.model
+  assert run.train == given.train
+  assert (run.mesh.expert, run.mesh.data) == (2, 1)
+
+
 def test_every_arm_of_both_links_can_be_built(wirings):
   arms = wirings.arms_of([*wirings.WIRINGS], [], chunks=True)
   assert len(arms) == 2 * len(wirings.WIRINGS)
   for name, own in arms.items():
-    run = wirings.configured("gpt2_moe_medium", wirings.MODEL | wirings.SIZES | own)
+    run = wirings.configured(wirings.CONFIG, wirings.sizes_of(wirings.CONFIG) | own)
     run = run.resolve(num_devices=2, vocab_size=wirings.VOCABULARY)
     built = build.build(run)
     assert built.train.microbatches(run.data.seq_len) == 4

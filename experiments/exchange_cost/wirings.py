@@ -6,13 +6,14 @@
       --arm "top2, 4 chunks" model.wiring=top2 dispatch.chunks=4
   python experiments/exchange_cost/wirings.py --tiny        two simulated devices, to see it run
 
-The model is that of run.py, with four layers, eight experts and a small vocabulary; words
-FIELD=VALUE, before all options, change it. Every wiring has an arm in XLA's order. With --chunks it
-has a second arm, whose rows travel in two chunks. A wiring of `SLOTS` then computes each chunk's
-experts in a slot, after the step of the main path that stands there, and barriers hold that order;
-of the others, dgmoe among them, XLA orders the chunks. Each --arm adds one, of a name and fields.
-No schedule is searched for. Speed-ups are over the fastest arm of top2. Writes FOLDER/NAME.json and
-FOLDER/NAME.txt (--out, runs/exchange_cost by default).
+The model is that of run.py, with four layers, eight experts and a small vocabulary, or that of
+--config; words FIELD=VALUE, before all options, change it. Two devices share the experts. Every
+wiring has an arm in XLA's order. With --chunks it has a second arm, whose rows travel in two
+chunks. A wiring of `SLOTS` then computes each chunk's experts in a slot, after the step of the main
+path that stands there, and barriers hold that order; of the others, dgmoe among them, XLA orders
+the chunks. Each --arm adds one, of a name and fields. No schedule is searched for. Speed-ups are
+over the fastest arm of top2. Writes FOLDER/NAME.json and FOLDER/NAME.txt (--out,
+runs/exchange_cost by default).
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ from scmoe.training.compiled import kept_programs  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
 
 VOCABULARY = 8192  # small: the head is not what is compared
+CONFIG = "gpt2_moe_medium"
 SIZES = {
   "model.num_layers": "4",
   "model.num_experts": "8",
   "model.vocab_size": str(VOCABULARY),
 }
+SPLIT = {"mesh.expert": "2", "mesh.data": "1", "overlap.search_seconds": "0"}
 TINY = {"train.batch_size": "8", "train.tokens_per_step": "0"}
 BASE = "top2"
 WIRINGS = {
@@ -97,12 +100,17 @@ def arms_of(wirings: list[str], own: list[list[str]], *, chunks: bool) -> dict[s
   return arms
 
 
+def sizes_of(config: str) -> dict[str, str]:
+  """Fields of every arm: for `CONFIG` a small model's, for another only how devices share it."""
+  return MODEL | SIZES if config == CONFIG else SPLIT
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("words", nargs="*", help="fields of every arm, FIELD=VALUE")
-  parser.add_argument("--config", default="gpt2_moe_medium")
+  parser.add_argument("--config", default=CONFIG, help="another keeps its own sizes")
   parser.add_argument("--name", default="wirings-nvlink", help="of the results")
   parser.add_argument(
     "--wirings", nargs="*", default=[*WIRINGS], choices=[*WIRINGS], help="which to time"
@@ -123,7 +131,7 @@ def main() -> None:
   args = parser.parse_args()
   simulate(2 if args.tiny else 0)
   given, file = environment(), out_file(args.out, args.name)
-  fields = MODEL | SIZES | (TINY if args.tiny else {}) | fields_of(args.words)
+  fields = sizes_of(args.config) | (TINY if args.tiny else {}) | fields_of(args.words)
   arms = arms_of(args.wirings, args.arm, chunks=args.chunks)
 
   steps: dict[str, StepArm] = {}

@@ -6,6 +6,7 @@ of two runs of one seed spreads less than the runs themselves. All functions com
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import statistics
@@ -165,7 +166,7 @@ class JoinedCurve:
 
   def loss(self, tokens: float) -> float:
     """L(D)."""
-    later = int(np.searchsorted([d for d, _ in self.points], tokens))
+    later = bisect.bisect_left(self.points, tokens, key=lambda point: point[0])
     (d, loss), (next_d, lower) = self._line(later)
     return loss + (lower - loss) * math.log(tokens / d) / math.log(next_d / d)
 
@@ -175,7 +176,7 @@ class JoinedCurve:
     Infinite if the last two losses are equal and `loss` lies below them, or if D is too large for a
     float; 0 if the first two are equal and `loss` lies above them.
     """
-    lower = int(np.searchsorted([-own for _, own in self.points], -loss))
+    lower = bisect.bisect_left(self.points, -loss, key=lambda point: -point[1])
     (d, high), (next_d, low) = self._line(lower)
     if loss == high:
       return d
@@ -233,13 +234,30 @@ def fit_curve(tokens: Sequence[float], losses: Sequence[float]) -> LossCurve:
     best, residual = optimize.nnls(columns, loss)
     return residual, best
 
-  near = int(np.argmin([solved(a)[0] for a in _EXPONENTS]))
+  near = int(np.argmin(_misfits(d / middle, loss)))
   low, high = _EXPONENTS[max(near - 1, 0)], _EXPONENTS[min(near + 1, len(_EXPONENTS) - 1)]
   found = optimize.minimize_scalar(lambda a: solved(a)[0], bounds=(low, high), method="bounded",
                                    options={"xatol": 1e-9})  # fmt: skip
   exponent = float(found.x)  # pyright: ignore[reportAttributeAccessIssue]
   floor, scale = solved(exponent)[1]
   return LossCurve(float(floor), float(scale) * middle**exponent, exponent)
+
+
+def _misfits(d: np.ndarray, loss: np.ndarray) -> np.ndarray:
+  """Sum of squares that the best floor and scale, at least 0, leave for each of `_EXPONENTS`.
+
+  A pair of numbers at least 0 is best without a bound, or where one of the two is 0.
+  """
+  x = d ** -_EXPONENTS[:, None]
+  flat = ((loss - loss.mean()) ** 2).sum()  # no scale; losses are above 0, so a floor is, too
+  slopes = x @ loss / (x * x).sum(1)  # no floor
+  without = ((loss - slopes[:, None] * x) ** 2).sum(1)
+  spread = x - x.mean(1, keepdims=True)
+  scale = spread @ loss / (spread * spread).sum(1)
+  floor = loss.mean() - scale * x.mean(1)
+  both = ((loss - floor[:, None] - scale[:, None] * x) ** 2).sum(1)
+  inside = (floor >= 0) & (scale >= 0)
+  return np.where(inside, both, np.minimum(flat, without))
 
 
 # Seed -> loss, for each number of training tokens.

@@ -461,6 +461,8 @@ def test_steps_are_repeated_where_rows_can_be_left_over(others, why):
   ({"lora__rank": 4}, "lora.rank=4 trains adapters"),
   ({"model__tie_embeddings": True}, "model.tie_embeddings=True: the head's gradient"),
   ({"train__tokens_per_step": 32768}, "train.tokens_per_step=32768 adds up several microbatches"),
+  ({"model__vocab_size": 512, "data__seq_len": 256, "train__batch_size": 8},
+   "train.batch_size=8 x data.seq_len=256 tokens look up rows of more than half"),
   ({"model__architecture": "vit"}, "model.architecture='vit' reads images"),
 ])  # fmt: skip
 def test_embeddings_travel_as_rows_where_their_gradients_are_summed(others, why):

@@ -10,10 +10,13 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax.numpy as jnp
+
 from scmoe.base.errors import ConfigError
 from scmoe.base.renamed import RENAMED
 from scmoe.blocks.schedule import make_schedule
 from scmoe.models.gradient_sums import group_size
+from scmoe.models.row_gradients import rows_are_fewer
 from scmoe.run.bounds import check_excess
 from scmoe.training.options import tuned_values
 
@@ -63,6 +66,24 @@ def _groups(run: Any) -> int:
   except ConfigError:
     return 1
   return count // group_size(count, run.overlap.flight)
+
+
+def _rows_are_many(run: Any) -> bool:
+  """Whether rows of embeddings would take more than half the bytes of their table's sum.
+
+  False where the vocabulary or the mesh is not known yet.
+  """
+  mesh, travels = run.mesh, jnp.dtype(run.overlap.gradient_dtype).itemsize
+  if not (run.model.vocab_size and mesh.token_shards):
+    return False
+  return not rows_are_fewer(
+    (run.train.tokens_per_step or run.train.batch_size * run.data.seq_len) // mesh.token_shards,
+    run.model.vocab_size // mesh.tensor,
+    mesh.token_shards,
+    itemsize=min(jnp.dtype(run.model.dtype).itemsize, travels),
+    table_itemsize=travels,
+    scattered=mesh.shard_state == "moments",
+  )
 
 
 _DENSE = lambda run: not run.model.wiring_rule.taps
@@ -177,6 +198,13 @@ RULES = (
     "train.tokens_per_step={run.train.tokens_per_step} adds up several microbatches as a table",
     "set train.tokens_per_step=0 and a larger train.batch_size, or overlap.flight to the number of "
     "microbatches",
+  ),
+  _Rule(
+    ("overlap.embedding_rows",),
+    _rows_are_many,
+    "train.batch_size={run.train.batch_size} x data.seq_len={run.data.seq_len} tokens look up rows "
+    "of more than half the bytes of a table of model.vocab_size={run.model.vocab_size}",
+    "leave overlap.embedding_rows=False",
   ),
   _Rule(
     ("overlap.embedding_rows",),

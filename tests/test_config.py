@@ -462,7 +462,7 @@ def test_steps_are_repeated_where_rows_can_be_left_over(others, why):
   ({"model__tie_embeddings": True}, "model.tie_embeddings=True: the head's gradient"),
   ({"train__tokens_per_step": 32768}, "train.tokens_per_step=32768 adds up several microbatches"),
   ({"model__vocab_size": 512, "data__seq_len": 256, "train__batch_size": 8},
-   "train.batch_size=8 x data.seq_len=256 tokens look up rows of more than half"),
+   "the tokens of a step, train.batch_size=8 x data.seq_len=256 or train.tokens_per_step"),
   ({"model__architecture": "vit"}, "model.architecture='vit' reads images"),
 ])  # fmt: skip
 def test_embeddings_travel_as_rows_where_their_gradients_are_summed(others, why):
@@ -470,6 +470,8 @@ def test_embeddings_travel_as_rows_where_their_gradients_are_summed(others, why)
   line = error_of(check_typed, changed(**(given | others)), ["overlap.embedding_rows"])
   assert f"overlap.embedding_rows=True has no effect: {why}" in line
   check_typed(changed(**given), ["overlap.embedding_rows"])
+  wide = {"model__vocab_size": 65536, "mesh__data": -1}  # as many devices as there are
+  check_typed(changed(**(given | wide)), ["overlap.embedding_rows"])
 
 
 @pytest.mark.parametrize(("name", "value"), [

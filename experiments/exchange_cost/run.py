@@ -46,6 +46,7 @@ from scmoe.profiling.timer import Arm, interleave, speed_up  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.run.command_line import simulate  # noqa: E402
 from scmoe.run.controls import exchanges_alone, without_exchanges  # noqa: E402
+from scmoe.run.effects import check_typed  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
 
@@ -122,6 +123,7 @@ def main() -> None:
   with kept_programs(folder):
     for name, own_fields in arms.items():
       run = configured(config, fields | own_fields, tiny=args.tiny)
+      check_typed(run, [*fields_of(args.words), *own_fields])
       own = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
       first.setdefault(own.model.wiring, name)
       kinds = {name: own}

@@ -74,12 +74,14 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def program(fields: dict[str, str], devices: int) -> str:
+def program(fields: dict[str, str], devices: int, profile: bytes = b"") -> str:
   """The scheduled program of a training step, as text.
 
   Args:
     fields: of the configuration, changed in `gpt2_moe_medium`.
     devices: GPUs of one host.
+    profile: times of the program's instructions, by which XLA schedules it
+      (`scmoe.profiling.wire.as_profile`); empty: its own estimates.
   """
   try:
     topology = topologies.get_topology_desc(
@@ -103,6 +105,7 @@ def program(fields: dict[str, str], devices: int) -> str:
     batch = jax.tree.map(shape, built.random_batch())
     step = Steps(built, abstract, Path("unused"), gpu=True)(Variant()).step
     options = run.overlap.compiler_options(gpu=True) | {"xla_gpu_autotune_level": 0}
+    options |= {"fdo_profile": profile} if profile else {}
     return step.lower(abstract, batch).compile(options).as_text()
 
 

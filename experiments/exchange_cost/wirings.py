@@ -40,6 +40,7 @@ from shared_state import (  # noqa: E402
 from scmoe.base.errors import ConfigError, run_main  # noqa: E402
 from scmoe.profiling.timer import interleave  # noqa: E402
 from scmoe.run.command_line import simulate  # noqa: E402
+from scmoe.run.effects import check_typed  # noqa: E402
 from scmoe.training.card import environment, origin  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
 from scmoe.training.measured import MeasuredState  # noqa: E402
@@ -110,7 +111,7 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("words", nargs="*", help="fields of every arm, FIELD=VALUE")
-  parser.add_argument("--config", default=CONFIG, help="another keeps its own sizes")
+  parser.add_argument("--config", default=CONFIG, help="another keeps the sizes that it has")
   parser.add_argument("--name", default="wirings-nvlink", help="of the results")
   parser.add_argument(
     "--wirings", nargs="*", default=[*WIRINGS], choices=[*WIRINGS], help="which to time"
@@ -139,6 +140,7 @@ def main() -> None:
   with kept_programs(args.out / "programs"):
     for name, own in arms.items():
       run = configured(args.config, fields | own, tiny=args.tiny)
+      check_typed(run, [*fields_of(args.words), *own])
       run = run.resolve(num_devices=2, vocab_size=VOCABULARY)
       steps[name] = step_arm(run, states, args.out / "profiles")
     failed = prepare(steps, [name for name in ALONE if name in steps] or [next(iter(steps))])

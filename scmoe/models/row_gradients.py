@@ -9,7 +9,7 @@ So with `overlap.embedding_rows` each device gathers the rows and token ids of a
 (`looked_up_apart`), and adds the rows to a table by itself. That needs a step whose table gets no
 other gradient: one group of microbatches, and a model with a head of its own. Otherwise the table
 has to be summed as well; to begin that sum earlier did not make a step faster
-(experiments/LOG.md, "Embeddings as rows").
+(experiments/LOG.md, "in the middle of the backward pass").
 
 Frameworks with sparse gradients gather rows so, too (Horovod's `IndexedSlices`; Parallax, arXiv
 1808.02621).
@@ -49,23 +49,24 @@ def without_table(totals: PyTree) -> PyTree:
 
 
 def rows_are_fewer(
-  tokens: int, vocab: int, ranks: int, *, itemsize: int, table_itemsize: int, scattered: bool
+  tokens: int, vocab: int, *, itemsize: int, table_itemsize: int, scattered: bool
 ) -> bool:
   """Whether rows take at most half the bytes that the table's sum would send from each device.
 
   Half, because each device also adds up all devices' rows, which takes time of its own.
 
+  Of n devices each sends its rows to the n - 1 others. A ring sends (n - 1)/n of the table, twice
+  for a sum. So n is on neither side of the comparison: two devices with 16,384 tokens each send as
+  many bytes of rows, for the same table, as eight with 4,096.
+
   Args:
-    tokens: looked up on each device.
-    vocab: rows of this device's table.
-    ranks: devices that sum the gradient.
+    tokens: looked up by all devices that sum the gradient.
+    vocab: rows of each device's table.
     itemsize, table_itemsize: bytes of an element, as rows and as a table.
     scattered: whether each rank needs only its share of the table: a ring then sends it once, not
       twice.
   """
-  rows = (ranks - 1) * tokens * itemsize
-  table = (1 if scattered else 2) * (ranks - 1) / ranks * vocab * table_itemsize
-  return 2 * rows <= table
+  return 2 * tokens * itemsize <= (1 if scattered else 2) * vocab * table_itemsize
 
 
 def total_by_rows(
@@ -82,9 +83,8 @@ def total_by_rows(
   if total is None or not (total.rows and total.last and total.empty and total.axes):
     return None
   fewer = rows_are_fewer(
-    tokens,
+    tokens * axis_size(*total.axes),
     len(table_VD),
-    axis_size(*total.axes),
     itemsize=min(jnp.dtype(dtype).itemsize, jnp.dtype(total.dtype).itemsize),
     table_itemsize=jnp.dtype(total.dtype).itemsize,
     scattered=total.into is not None,

@@ -249,7 +249,7 @@ def _misfits(d: np.ndarray, loss: np.ndarray) -> np.ndarray:
   A pair of numbers at least 0 is best without a bound, or where one of the two is 0.
   """
   x = d ** -_EXPONENTS[:, None]
-  flat = ((loss - loss.mean()) ** 2).sum()  # no scale; losses are above 0, so a floor is, too
+  flat = ((loss - max(loss.mean(), 0.0)) ** 2).sum()  # no scale
   slopes = x @ loss / (x * x).sum(1)  # no floor
   without = ((loss - slopes[:, None] * x) ** 2).sum(1)
   spread = x - x.mean(1, keepdims=True)

@@ -68,18 +68,22 @@ def _groups(run: Any) -> int:
   return count // group_size(count, run.overlap.flight)
 
 
+def _tokens(run: Any) -> int:
+  """Tokens of a step, on all devices."""
+  return run.train.tokens_per_step or run.train.batch_size * run.data.seq_len
+
+
 def _rows_are_many(run: Any) -> bool:
   """Whether rows of embeddings would take more than half the bytes of their table's sum.
 
-  False where the vocabulary or the mesh is not known yet.
+  False where `model.vocab_size` is 0, so that the tokenizer's is not known yet.
   """
   mesh, travels = run.mesh, jnp.dtype(run.overlap.gradient_dtype).itemsize
-  if not (run.model.vocab_size and mesh.token_shards):
+  if not run.model.vocab_size:
     return False
   return not rows_are_fewer(
-    (run.train.tokens_per_step or run.train.batch_size * run.data.seq_len) // mesh.token_shards,
+    _tokens(run),
     run.model.vocab_size // mesh.tensor,
-    mesh.token_shards,
     itemsize=min(jnp.dtype(run.model.dtype).itemsize, travels),
     table_itemsize=travels,
     scattered=mesh.shard_state == "moments",
@@ -188,22 +192,23 @@ RULES = (
   ),
   _Rule(
     ("overlap.embedding_rows",),
-    lambda run: _TEXT(run) and run.model.tie_embeddings,
+    lambda run: run.overlap.embedding_rows and _TEXT(run) and run.model.tie_embeddings,
     "model.tie_embeddings=True: the head's gradient has all rows of the table",
     "set model.tie_embeddings=False, or leave overlap.embedding_rows=False",
   ),
   _Rule(
     ("overlap.embedding_rows",),
-    lambda run: _groups(run) > 1,
+    lambda run: run.overlap.embedding_rows and _groups(run) > 1,
     "train.tokens_per_step={run.train.tokens_per_step} adds up several microbatches as a table",
     "set train.tokens_per_step=0 and a larger train.batch_size, or overlap.flight to the number of "
     "microbatches",
   ),
   _Rule(
     ("overlap.embedding_rows",),
-    _rows_are_many,
-    "train.batch_size={run.train.batch_size} x data.seq_len={run.data.seq_len} tokens look up rows "
-    "of more than half the bytes of a table of model.vocab_size={run.model.vocab_size}",
+    lambda run: run.overlap.embedding_rows and _rows_are_many(run),
+    "the tokens of a step, train.batch_size={run.train.batch_size} x data.seq_len="
+    "{run.data.seq_len} or train.tokens_per_step, have rows of more than half the bytes of a table "
+    "of model.vocab_size={run.model.vocab_size}",
     "leave overlap.embedding_rows=False",
   ),
   _Rule(

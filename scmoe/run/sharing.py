@@ -190,7 +190,7 @@ class Sharing:
     itemsize = min(jnp.dtype(run.model.dtype).itemsize, travels)
     vocab, width = table.sharding.shard_shape(table.shape)
     sizes = {"itemsize": itemsize, "table_itemsize": travels, "scattered": how != WHOLE}
-    fewer = rows_are_fewer(tokens, vocab, ranks, **sizes)
+    fewer = rows_are_fewer(ranks * tokens, vocab, **sizes)
     return (ranks - 1) * tokens * width * itemsize if fewer else 0
 
   @property

@@ -149,10 +149,9 @@ def test_shared_parameters_travel_as_before(data, vocab):
 def test_many_tokens_travel_as_a_table():
   """Eight devices would receive more bytes of rows than of the table."""
   mesh = MeshConfig(4, 2, 1)
-  assert not rows_are_fewer(
-    LENGTH * ROWS // 8, 64, 8, itemsize=4, table_itemsize=4, scattered=False
-  )
-  assert rows_are_fewer(LENGTH * ROWS // 8, VOCAB, 8, itemsize=4, table_itemsize=4, scattered=False)
+  sizes = {"itemsize": 4, "table_itemsize": 4, "scattered": False}
+  assert not rows_are_fewer(LENGTH * ROWS, 64, **sizes)
+  assert rows_are_fewer(LENGTH * ROWS, VOCAB, **sizes)
   assert step(mesh, rows=True)[1] != step(mesh, rows=False)[1]
 
 

@@ -1,16 +1,10 @@
 """Comparing benchmark figures with those that are committed."""
 
-import importlib.util
 import json
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location(
-  "bench_check", ROOT / "experiments/bench_check/run.py"
-)
-assert spec is not None
-check = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check)  # pyright: ignore[reportOptionalMemberAccess]
+from scripts import EXPERIMENTS, script
+
+check = script("bench_check/run.py")
 
 
 def test_times_are_found_in_what_the_benchmarks_write():
@@ -19,7 +13,7 @@ def test_times_are_found_in_what_the_benchmarks_write():
   step = {"arms": {"top2": {"step_ms": 20, "ms": 3}}}
   assert dict(check.times(step)) == {"arms top2": (20.0, check.UNKNOWN)}
   for name in ("dispatch/results/results.json", "kernels/h200-layer-2026-11-21.json"):
-    found = dict(check.times(json.loads((ROOT / "experiments" / name).read_text())))
+    found = dict(check.times(json.loads((EXPERIMENTS / name).read_text())))
     assert len(found) > 5, name
 
 

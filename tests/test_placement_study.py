@@ -1,25 +1,17 @@
 """The study of placement records no figure of another day, model or text as one of today."""
 
 import argparse
-import importlib.util
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 from leaving import run_of, write_run
-
-FILE = Path(__file__).resolve().parents[1] / "experiments/placement/run.py"
+from scripts import script
 
 
 @pytest.fixture
-def study(monkeypatch):
-  spec = importlib.util.spec_from_file_location("placement_study", FILE)
-  module = importlib.util.module_from_spec(spec)
-  monkeypatch.setitem(sys.modules, "placement_study", module)
-  spec.loader.exec_module(module)
-  return module
+def study():
+  return script("placement/run.py")
 
 
 @pytest.fixture

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import script
 
 from scmoe.profiling.timer import Timing
-
-FILE = Path(__file__).resolve().parents[1] / "experiments/exchange_cost/ranking.py"
 
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-  spec = importlib.util.spec_from_file_location("exchange_cost_ranking", FILE)
-  assert spec is not None
-  assert spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  before = list(sys.path)
-  spec.loader.exec_module(module)
-  sys.path[:] = before
-  return module
+  return script("exchange_cost/ranking.py")
 
 
 def timings(widths: float, **medians: float) -> dict[str, Timing]:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-FILE = Path(__file__).resolve().parents[1] / "experiments/step/run.py"
+from scripts import script
 
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-  spec = importlib.util.spec_from_file_location("step_overlap_run", FILE)
-  assert spec is not None
-  assert spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return script("step/run.py")
 
 
 def test_words_are_fields_flags_and_variables(tool):
@@ -37,7 +29,7 @@ def test_an_arm_that_fails_is_left_out(tool, tmp_path, monkeypatch, capfd):
   """And the tool's exit code says that one was."""
   out = tmp_path / "out.json"
   flags = ["--folder", str(tmp_path / "kept"), "--json", str(out), "bad: --config=nothing"]
-  monkeypatch.setattr(sys, "argv", [str(FILE), *flags])
+  monkeypatch.setattr(sys, "argv", ["run.py", *flags])
   assert tool.main() == 1
   told = capfd.readouterr().out
   assert told.startswith("bad: left out; the last line of ")

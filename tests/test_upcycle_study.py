@@ -1,24 +1,15 @@
 """The study of upcycling: its starts and students, and what it goes on from."""
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import pytest
-
-FILE = Path(__file__).resolve().parents[1] / "experiments/upcycle/run.py"
+from scripts import script
 
 
 @pytest.fixture
-def module(monkeypatch):
-  spec = importlib.util.spec_from_file_location("upcycle_study", FILE)
-  assert spec is not None
-  assert spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  monkeypatch.setitem(sys.modules, "upcycle_study", module)
-  spec.loader.exec_module(module)
-  return module
+def module():
+  return script("upcycle/run.py")
 
 
 def begun(study, name):

@@ -1,28 +1,16 @@
 """experiments/exchange_cost/wirings.py: every arm is a step that can be made."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from scripts import script
 
 from scmoe.base.errors import ConfigError
 from scmoe.run import build
-
-FOLDER = Path(__file__).resolve().parents[1] / "experiments/exchange_cost"
 
 
 @pytest.fixture(scope="module")
 def wirings():
   """The script as a module."""
-  before = list(sys.path)
-  spec = importlib.util.spec_from_file_location("exchange_cost_wirings", FOLDER / "wirings.py")
-  assert spec is not None
-  assert spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  sys.path[:] = before
-  return module
+  return script("exchange_cost/wirings.py")
 
 
 def test_arms_of_a_name_and_fields_stand_beside_the_wirings(wirings):

@@ -8,8 +8,9 @@ The last microbatch of a step sums the gradients beside its backward pass. XLA c
 for two H200s (windows.py), and schedules it by a profile, as it does on GPUs; but the times are
 computed: products by their FLOPs, other kernels by their bytes, transfers by the bytes that leave a
 device. The program is then replayed in its order: one kernel at a time, one transfer at a time, and
-a kernel that needs a transfer waits for it. Launches, and how much slower a kernel is beside a
-transfer, are left out. So the figures say what has room on the link, not how long a step takes.
+a kernel that needs a transfer waits for it. What the host does, and how much slower a kernel is
+beside a transfer, are left out. So the figures say what has room on the link, not how long a step
+takes.
 
 Words FIELD=VALUE change the model, by default Pos-2 of width 1,280 with 16 experts in 8 layers.
 XLA starts a transfer early enough for --stretch times its time, and a sum for --stretch-sums times.
@@ -25,10 +26,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 # First of all: it puts the checkout on Python's path, and has jax compute on the CPU.
-from windows import MODELS, SHARED, fields_of, program
+from windows import MODELS, SHARED, compiled, fields_of
 
 from scmoe.base.errors import run_main
 from scmoe.profiling.costs import STRETCH
+from scmoe.profiling.program_text import Instruction, bytes_of, instructions, sizes_of
 from scmoe.profiling.wire import as_profile
 
 WIDE = {
@@ -40,37 +42,9 @@ LINK = 26.6e9  # bytes/s that leave a device for another over the host's memory 
 FLOPS, MEMORY = 600e12, 3.3e12  # what large products and copies reach on an H200
 LAUNCH = 2e-6  # of a kernel
 LATENCY = 20e-6  # of a transfer
-SIZES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "s16": 2, "f32": 4}
-SIZES |= {"s32": 4, "u32": 4, "s64": 8, "u64": 8}
 KERNELS = ("fusion", "custom-call", "copy", "sort", "scatter", "dot")
 TRANSFERS = ("all-to-all", "all-reduce", "reduce-scatter", "all-gather")
-PRODUCT = re.compile(r"gemm|dot|matmul|attention")
-EXPERTS = re.compile(r"experts|ffn")  # stages whose Pallas kernels, `mpmd_map`, are products
-
-
-class Instruction(NamedTuple):
-  """A line of a program's entry.
-
-  Attributes:
-    name, kind: `fusion.3` and `fusion`.
-    shapes: dtype and sizes of its results.
-    operands: names of what it reads.
-    called: its name and the custom call's target.
-    op_name: its name in jax.
-  """
-
-  name: str
-  kind: str
-  shapes: list[tuple[str, list[int]]]
-  operands: list[str]
-  called: str
-  op_name: str
-
-  @property
-  def is_product(self) -> bool:
-    """Whether it multiplies matrices."""
-    of_experts = "mpmd_map" in self.name and EXPERTS.search(self.op_name)
-    return bool(PRODUCT.search(self.called) or of_experts)
+EXPERTS = re.compile(r"mpmd_map.* .*(?:experts|ffn)")  # Pallas kernels that multiply
 
 
 class Bare(NamedTuple):
@@ -92,79 +66,57 @@ class Bare(NamedTuple):
 
 def entry(text: str) -> list[Instruction]:
   """The instructions of a scheduled program's entry, in order."""
-  found = []
-  for line in text[text.index("\nENTRY ") :].splitlines():
-    named = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)$", line)
-    if named is None:
-      continue
-    rest, _, about = named.group(2).partition(", metadata=")
-    kind = re.search(r" ([a-z][a-z\-]*)\(", f" {rest}")
-    if kind is None:
-      continue
-    shapes = _shapes(rest[: kind.start()])
-    operands = re.findall(r"%([\w.\-]+)", rest[kind.end() - 1 :].partition("), ")[0])
-    target = re.search(r'custom_call_target="([^"]*)"', rest)
-    op_name = re.search(r'op_name="([^"]*)"', about)
-    called = f"{named.group(1)} {target.group(1) if target else ''}"
-    path = op_name.group(1) if op_name else ""
-    found.append(Instruction(named.group(1), kind.group(1), shapes, operands, called, path))
-  return found
+  return list(instructions(text[text.index("\nENTRY ") :]))
 
 
-def _shapes(text: str) -> list[tuple[str, list[int]]]:
-  found = re.findall(r"\b(\w+)\[([\d,]*)\]", text)
-  return [(kind, [int(n) for n in sizes.split(",") if n]) for kind, sizes in found if kind in SIZES]
-
-
-def _bytes(shapes: list[tuple[str, list[int]]]) -> int:
-  return sum(SIZES[kind] * math.prod(sizes) for kind, sizes in shapes)
-
-
-def seconds_of(instructions: list[Instruction], devices: int, link: float) -> dict[str, float]:
+def seconds_of(program: list[Instruction], devices: int, link: float) -> dict[str, float]:
   """Seconds of each kernel and of each transfer, by name.
 
   Args:
-    instructions: from `entry`.
+    program: from `entry`.
     devices: that take part in every transfer.
     link: bytes/s that leave a device.
   """
-  shapes = {one.name: one.shapes for one in instructions}
+  shapes = {one.name: one.shapes for one in program}
+  size = lambda own: sum(map(bytes_of, own))
   found = {}
-  for one in instructions:
+  for one in program:
+    given = [shapes[name] for name in one.operands if name in shapes]
     kind = one.kind.removesuffix("-start")
     if one.kind in KERNELS:
       # An operand of several arrays is a loop's or a call's; which of them is read is not known.
-      read = [shapes[name] for name in one.operands if len(shapes.get(name, ())) == 1]
-      seconds = LAUNCH + (_bytes(one.shapes) + sum(map(_bytes, read))) / MEMORY
-      if one.is_product:
-        seconds = max(seconds, _flops([s for own in read for _, s in own], one.shapes) / FLOPS)
+      read = [own[0] for own in given if len(own) == 1]
+      seconds = LAUNCH + (size(one.shapes) + size(read)) / MEMORY
+      if one.is_product or EXPERTS.search(f"{one.name} {one.op_name}"):
+        seconds = max(seconds, _flops(read, one.shapes) / FLOPS)
       found[one.name] = seconds
     elif kind in TRANSFERS:
-      given = sum(_bytes(shapes.get(name, [])) for name in one.operands)
       times = {"all-reduce": 2.0, "all-gather": float(devices)}.get(kind, 1.0)  # in rings
-      found[one.name] = LATENCY + times * given * (devices - 1) / devices / link
+      sent = times * sum(map(size, given)) * (devices - 1) / devices
+      found[one.name] = LATENCY + sent / link
   return found
 
 
-def _flops(read: list[list[int]], made: list[tuple[str, list[int]]]) -> float:
+def _flops(read: list[str], made: list[str]) -> float:
   """FLOPs of a product: of sizes MK, KN and MN the product is (MKN)².
 
   Experts' weights [E, K, N] are E times as large as what a row is multiplied by.
   """
-  largest = sorted(read, key=math.prod, reverse=True)[:2]
+  largest = sorted(map(sizes_of, read), key=math.prod, reverse=True)[:2]
   if len(largest) < 2:
     return 0.0
-  flops = 2 * math.sqrt(math.prod(map(math.prod, largest)) * max(math.prod(s) for _, s in made))
+  result = max(math.prod(sizes_of(shape)) for shape in made)
+  flops = 2 * math.sqrt(math.prod(map(math.prod, largest)) * result)
   experts = [sizes[0] for sizes in largest if len(sizes) == 3 and sizes[0] <= 16]
   return flops / math.sqrt(experts[0]) if experts else flops
 
 
-def replayed(instructions: list[Instruction], seconds: Mapping[str, float]) -> Bare:
+def replayed(program: list[Instruction], seconds: Mapping[str, float]) -> Bare:
   """The replay of a program: one kernel at a time, and beside it one transfer at a time."""
   now = link = kernels = transfers = 0.0
   ends: dict[str, float] = {}
   bare = {"exchanges": 0.0, "sums": 0.0}
-  for one in instructions:
+  for one in program:
     kind = one.kind.removesuffix("-start").removesuffix("-done")
     which = "exchanges" if kind == "all-to-all" else "sums"
     if one.name in seconds and kind in TRANSFERS:
@@ -194,7 +146,7 @@ def main() -> None:
   args = parser.parse_args()
   fields = SHARED | MODELS["medium"] | {"mesh.expert": "2", "dispatch.overflow": "repeat"} | WIDE
   fields |= fields_of(args.words)
-  plain = entry(program(fields, 2))
+  plain = entry(compiled(fields, 2))
   seconds = seconds_of(plain, 2, args.link)
   stretch = lambda one: args.stretch if one.kind.startswith("all-to-all") else args.stretch_sums
   profile = {
@@ -202,8 +154,8 @@ def main() -> None:
     for one in plain
     if one.name in seconds
   }
-  guided = entry(program(fields, 2, as_profile(profile)))
-  print(f"Pos-2, width 1,280, {' '.join(args.words) or 'as it is'}: the last microbatch, ms")
+  guided = entry(compiled(fields, 2, as_profile(profile)))
+  print(f"the last microbatch, {' '.join(args.words) or 'as it is'}, ms")
   print(f"link {args.link / 1e9:g} GB/s; stretch {args.stretch:g}, of sums {args.stretch_sums:g}")
   print("scheduled by             total  kernels  transfers  bare exchanges  bare sums")
   for name, of in (("XLA's own estimates", plain), ("the computed times", guided)):

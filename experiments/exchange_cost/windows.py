@@ -74,7 +74,7 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def program(fields: dict[str, str], devices: int, profile: bytes = b"") -> str:
+def compiled(fields: dict[str, str], devices: int, profile: bytes = b"") -> str:
   """The scheduled program of a training step, as text.
 
   Args:
@@ -121,7 +121,7 @@ def main() -> None:
   args = parser.parse_args()
   fields = SHARED | MODELS[args.model] | {"train.tokens_per_step": "0"}
   fields |= {"mesh.expert": str(args.devices), "dispatch.overflow": "repeat"}
-  text = program(fields | fields_of(args.words), args.devices)
+  text = compiled(fields | fields_of(args.words), args.devices)
   if args.text:
     args.text.write_text(text)
   print(f"{args.model}, {' '.join(args.words) or 'as configured'}, jax {jax.__version__}")

@@ -12,18 +12,14 @@ is the window that the schedule leaves in both passes.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from scmoe.profiling.overlap import direction_of, stage_of
+from scmoe.profiling.program_text import Instruction, bytes_of, instructions
 
-_PRODUCT = re.compile(r"gemm|dot|matmul|convolution|sdpa|fmha|attention", re.IGNORECASE)
 _SUM = re.compile(r" (all-reduce|reduce-scatter|all-gather)(-start|-done|)\(%?([\w.\-]+)")
-# The jitted function of `scmoe.kernels.put`. On a stream of its own its kernel is a call, with a
-# start and a done; otherwise the kernel itself stands in the program.
-_PUT = "jit(put_rows_kernel)"
 _COMPUTE = ("fusion", "custom-call", "call", "dot", "convolution", "sort", "scatter", "while")
 
 
@@ -43,55 +39,14 @@ class Window:
   operations: int
 
 
-class _Instruction(NamedTuple):
-  """A line of a compiled program: NAME = REST, where the rest has the operation's name in jax."""
-
-  name: str
-  rest: str
-  op_name: str
-
-  @property
-  def is_product(self) -> bool:
-    """Whether it is a matrix product or a fused attention."""
-    target = re.search(r'custom_call_target="([^"]*)"', self.rest)
-    return _PRODUCT.search(f"{self.name} {target.group(1) if target else ''}") is not None
-
-  @property
-  def starts_exchange(self) -> bool:
-    """Whether it starts an exchange that another instruction ends."""
-    is_put = " call-start(" in self.rest and _PUT in self.op_name
-    return is_put or " all-to-all-start(" in self.rest
-
-  @property
-  def is_exchange(self) -> bool:
-    """Whether it is a whole exchange; XLA merges a start with the done that directly follows it."""
-    is_put = " custom-call(" in self.rest and _PUT in self.op_name
-    # The kernel of a put with a start stands in a computation of its own, `compute_on`.
-    return (is_put and "/compute_on" not in self.op_name) or " all-to-all(" in self.rest
-
-  @property
-  def ends(self) -> str | None:
-    """The name of the instruction that this one ends, whether an exchange or another call."""
-    found = re.search(r" (?:all-to-all|call)-done\(%?([\w.\-]+)", self.rest)
-    return found.group(1) if found else None
-
-
-def _instructions(program: str) -> Iterator[_Instruction]:
-  for line in program.splitlines():
-    if match := re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)$", line):
-      found = re.search(r'op_name="([^"]*)"', match.group(2))
-      name, rest = match.groups()
-      yield _Instruction(name, rest, found.group(1) if found else "")
-
-
 def program_windows(program: str) -> list[Window]:
   """Windows of all exchanges of a scheduled program, in order.
 
   The text must be of a scheduled module (`is_scheduled=true`), whose order is that of execution.
   """
   windows: list[Window] = []
-  open_at: dict[str, tuple[str, list[_Instruction]]] = {}
-  for one in _instructions(program):
+  open_at: dict[str, tuple[str, list[Instruction]]] = {}
+  for one in instructions(program):
     if one.is_exchange:
       windows.append(Window(stage_of(one.op_name), direction_of(one.op_name), (), 0))
     elif one.starts_exchange:
@@ -130,25 +85,18 @@ def program_sums(program: str) -> tuple[list[Sum], int]:
   """
   started: dict[str, int] = {}
   products, found = 0, []
-  for one in _instructions(program[program.index("\nENTRY ") :]):
+  for one in instructions(program[program.index("\nENTRY ") :]):
     if match := _SUM.search(one.rest):
       kind, part, operand = match.groups()
       if part == "-start":
         started[one.name] = products
       else:  # XLA merges a start with the done that directly follows it
         begun = started.pop(operand, products)
-        shapes = re.findall(r"\w+\[[\d,]+\]", one.rest[: match.start()])
-        largest = max(shapes, key=_bytes, default="u8[0]")
-        found.append(Sum(kind, largest, _bytes(largest), begun, products))
+        largest = max(one.shapes, key=bytes_of, default="u8[0]")
+        found.append(Sum(kind, largest, bytes_of(largest), begun, products))
     elif (" fusion(" in one.rest or " custom-call(" in one.rest) and one.is_product:
       products += 1
   return found, products
-
-
-def _bytes(shape: str) -> int:
-  dtype, _, sizes = shape.rstrip("]").partition("[")
-  bits = re.search(r"\d+", dtype)
-  return math.prod(map(int, sizes.split(","))) * (int(bits.group()) if bits else 8) // 8
 
 
 def free_products(program: str) -> list[Window]:
@@ -162,9 +110,8 @@ def free_products(program: str) -> list[Window]:
   starts: dict[int, int] = {}  # done -> start
   begun: set[str] = set()  # names of the starts
   products: list[int] = []
-  for index, one in enumerate(_instructions(program)):
-    operands = re.findall(r"%([\w.\-]+)", one.rest.partition(", metadata=")[0])
-    parents = {index_of[operand] for operand in operands if operand in index_of}
+  for index, one in enumerate(instructions(program)):
+    parents = {index_of[operand] for operand in one.mentions if operand in index_of}
     graph.nodes.append(_Node(one.name, one.op_name, parents))
     index_of[one.name] = index
     if one.is_exchange:

@@ -27,7 +27,15 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from shared_state import StepArm, configured, fields_of, machine, out_file, prepare  # noqa: E402
+from shared_state import (  # noqa: E402
+  SPLIT,
+  StepArm,
+  configured,
+  fields_of,
+  machine,
+  out_file,
+  prepare,
+)
 
 from scmoe.base.errors import ConfigError, run_main  # noqa: E402
 from scmoe.profiling.timer import Timing, interleave  # noqa: E402
@@ -39,13 +47,7 @@ from scmoe.training.measured import MeasuredState  # noqa: E402
 from scmoe.training.search import against  # noqa: E402
 from scmoe.training.variants import Variant  # noqa: E402
 
-SHARED = {
-  "mesh.expert": "2",
-  "mesh.data": "1",
-  "model.wiring": "scmoe_pos2",
-  "model.num_layers": "8",
-  "overlap.search_seconds": "0",
-}
+SHARED = SPLIT | {"model.wiring": "scmoe_pos2", "model.num_layers": "8"}
 MODELS = {
   "medium": {"train.batch_size": "16", "train.tokens_per_step": "131072"},
   "fine": {

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 # First of all: it puts the checkout on Python's path, and has jax compute on the CPU.
-from windows import MODELS, SHARED, compiled, fields_of
+from windows import SHARED, compiled, fields_of
 
 from scmoe.base.errors import run_main
 from scmoe.profiling.costs import STRETCH
@@ -35,8 +35,8 @@ from scmoe.profiling.wire import as_profile
 
 WIDE = {
   "model.width": "1280", "model.num_heads": "20", "model.num_experts": "16",
-  "model.num_layers": "8", "model.vocab_size": "50304", "train.batch_size": "8",
-  "train.tokens_per_step": "131072", "dispatch.transport": "packed",
+  "model.vocab_size": "50304", "train.batch_size": "8", "train.tokens_per_step": "131072",
+  "dispatch.transport": "packed", "dispatch.overflow": "repeat",
 }  # fmt: skip
 LINK = 26.6e9  # bytes/s that leave a device for another over the host's memory (H200, NCCL)
 FLOPS, MEMORY = 600e12, 3.3e12  # what large products and copies reach on an H200
@@ -144,8 +144,7 @@ def main() -> None:
   parser.add_argument("--stretch", type=float, default=STRETCH, help="of exchanges")
   parser.add_argument("--stretch-sums", type=float, default=STRETCH, help="of sums and gathers")
   args = parser.parse_args()
-  fields = SHARED | MODELS["medium"] | {"mesh.expert": "2", "dispatch.overflow": "repeat"} | WIDE
-  fields |= fields_of(args.words)
+  fields = SHARED | WIDE | fields_of(args.words)
   plain = entry(compiled(fields, 2))
   seconds = seconds_of(plain, 2, args.link)
   stretch = lambda one: args.stretch if one.kind.startswith("all-to-all") else args.stretch_sums

@@ -23,15 +23,14 @@ from scmoe.training.guided import GuidedStep
 from scmoe.training.measured import MeasuredState
 from scmoe.training.variants import Variant
 
+# Two devices share the experts, and no schedule is searched for.
+SPLIT = {"mesh.expert": "2", "mesh.data": "1", "overlap.search_seconds": "0"}
 # Fields of the arms of run.py and wirings.py, beside those of the configuration.
-MODEL = {
-  "mesh.expert": "2",
-  "mesh.data": "1",
+MODEL = SPLIT | {
   "model.num_layers": "8",
   "train.batch_size": "16",
   "train.tokens_per_step": "131072",
   "dispatch.transport": "packed",
-  "overlap.search_seconds": "0",
 }
 
 

@@ -28,6 +28,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 from shared_state import (  # noqa: E402
   MODEL,
+  SPLIT,
   StepArm,
   configured,
   fields_of,
@@ -52,7 +53,6 @@ SIZES = {
   "model.num_experts": "8",
   "model.vocab_size": str(VOCABULARY),
 }
-SPLIT = {"mesh.expert": "2", "mesh.data": "1", "overlap.search_seconds": "0"}
 TINY = {"train.batch_size": "8", "train.tokens_per_step": "0"}
 BASE = "top2"
 WIRINGS = {

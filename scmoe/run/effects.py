@@ -68,25 +68,20 @@ def _groups(run: Any) -> int:
   return count // group_size(count, run.overlap.flight)
 
 
-def _tokens(run: Any) -> int:
-  """Tokens of a step, on all devices."""
-  return run.train.tokens_per_step or run.train.batch_size * run.data.seq_len
-
-
 def _rows_are_many(run: Any) -> bool:
   """Whether rows of embeddings would take more than half the bytes of their table's sum.
 
   False where `model.vocab_size` is 0, so that the tokenizer's is not known yet.
   """
-  mesh, travels = run.mesh, jnp.dtype(run.overlap.gradient_dtype).itemsize
   if not run.model.vocab_size:
     return False
+  travels = jnp.dtype(run.overlap.gradient_dtype).itemsize
   return not rows_are_fewer(
-    _tokens(run),
-    run.model.vocab_size // mesh.tensor,
+    run.train.tokens_per_step or run.train.batch_size * run.data.seq_len,
+    run.model.vocab_size // run.mesh.tensor,
     itemsize=min(jnp.dtype(run.model.dtype).itemsize, travels),
     table_itemsize=travels,
-    scattered=mesh.shard_state == "moments",
+    scattered=run.mesh.shard_state == "moments",
   )
 
 

@@ -58,7 +58,7 @@ def start_child(
   prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
 
   def prepare() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # this process ignores it; the child must not
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
     if prctl is not None:
       prctl(_KILL_WITH_PARENT, signal.SIGKILL)
     if not urgent:

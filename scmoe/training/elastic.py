@@ -23,7 +23,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scmoe.base.errors import GAVE_UP_EXIT, WATCHDOG_EXIT, ConfigError, Preempted, Unavailable
+from scmoe.base.errors import (
+  GAVE_UP_EXIT,
+  INTERRUPTED_EXIT,
+  WATCHDOG_EXIT,
+  ConfigError,
+  Preempted,
+  Unavailable,
+)
 from scmoe.base.output import warn
 from scmoe.training.ahead import Ahead, Compilation, Quiet
 from scmoe.training.children import Child, free_port
@@ -122,6 +129,7 @@ class Supervisor:
     self.folder, self.number, self.count = folder, number, count
     self.launch, self.restarts, self.silent, self.clock = launch, restarts, silent, clock
     self.asked = False  # whether this process was told to stop
+    self._interrupted = False  # whether its command was, by Ctrl-C
     self.child: Child | None = None
     self.plan = Plan()
     self.latest = read_plan(folder) or Plan()
@@ -160,6 +168,18 @@ class Supervisor:
     if code is not None:
       self.tell(state=ENDED, code=code)
     return code
+
+  def interrupt(self) -> None:
+    """Ctrl-C: the command saves and ends, and the run with it; without one this member leaves.
+
+    The command gets SIGTERM, since a terminal sends it SIGINT too, and a second SIGINT would end it
+    unsaved.
+    """
+    if self.child is None:
+      self.asked = True
+    else:
+      self._interrupted = True
+      self.child.send_signal(signal.SIGTERM)
 
   def tell(self, **changes: Any) -> None:
     """Changes this member's description of itself and writes it at once."""
@@ -383,6 +403,8 @@ class Supervisor:
     """
     if code in FINAL and code != Preempted.code:
       return code
+    if self._interrupted:  # and the run ends for all: this member does not say that it leaves
+      return code if code == Preempted.code else INTERRUPTED_EXIT
     if self.asked:
       self.tell(asks=LEAVE)
       # The signal ends a command that has not begun to train: nothing is lost.
@@ -430,7 +452,8 @@ def supervise(member: Supervisor) -> int:
 
   SIGTERM and SIGHUP (unless nohup ignores it) make this member leave; if it trains, all members of
   the turn save first. The others go on without it if a mesh fits them, unless they were told to
-  stop as well.
+  stop as well. SIGINT ends the run of all members, as it does if a terminal sends it to the command
+  itself; while this member waits for a turn, it makes this member leave.
 
   Raises:
     ConfigError, DataError, OSError: as `Supervisor.tick`.
@@ -440,10 +463,8 @@ def supervise(member: Supervisor) -> int:
     del number, frame
     member.asked = True
 
-  # A terminal sends SIGINT to the children too, which end, saved if they can; this process waits
-  # for its own.
   before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, *hangups())}
-  before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: member.interrupt())
   life = Life(member.folder, member.number)
   try:
     while True:

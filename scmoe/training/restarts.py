@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scmoe.base.errors import GAVE_UP_EXIT, INTERRUPTED_EXIT
+from scmoe.base.errors import GAVE_UP_EXIT, INTERRUPTED_EXIT, Preempted
 from scmoe.base.output import warn
 from scmoe.training.signals import hangups
 
@@ -26,6 +26,7 @@ FINAL = (0, 2, 3, 4, 5, 6, GAVE_UP_EXIT, 75, INTERRUPTED_EXIT)
 # Most seconds that a restart is put off. Restarts in a row are put off for 1, 2, 4, ... seconds, an
 # elastic run's for 0, 2, 4, ...
 LONGEST_WAIT = 60.0
+_LOOK_SECONDS = 0.2  # of a pause, until a request to stop is seen
 
 
 def supervise(
@@ -33,47 +34,51 @@ def supervise(
   restarts: int,
   progress: Callable[[], int],
   *,
-  wait: Callable[[float], Any] = time.sleep,
+  wait: Callable[[float], Any] | None = None,
 ) -> int:
   """Runs a command, again and again until it ends for good; returns its last exit code.
 
   It ends for good with a code of `FINAL`, after a request to stop, or when no restart is left. The
   code is 128 + N if signal N killed the command. A request to stop is SIGTERM or SIGHUP (unless
-  nohup ignores it), which is passed on to the command. If it comes between two starts, the next
-  start is the last, and gets SIGTERM at once.
+  nohup ignores it), which is passed on to the command, or SIGINT, for which the command gets
+  SIGTERM: a terminal sends SIGINT to the command too, and a second one would end it unsaved. If the
+  request comes between two starts, none follows, and the code is 75: the newest checkpoint stays.
 
   Args:
     command: program and arguments.
     restarts: most restarts in a row without a later checkpoint.
     progress: returns the step of the newest checkpoint, 0 if there is none.
-    wait: sleeps for the seconds that it is given.
+    wait: sleeps for the seconds that it is given; None: until then or until a request to stop.
   """
   child: subprocess.Popen[bytes] | None = None
-  asked = False
+  asked: list[int] = []  # numbers of the signals
 
   def pass_on(number: int, frame: Any) -> None:
-    nonlocal asked
     del frame
-    asked = True
+    asked.append(number)
     if child is not None:
-      child.send_signal(number)
+      child.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
-  # A terminal sends SIGINT to the child too, which then ends, saved if it can. So this process
-  # ignores the signal, and waits for the child.
-  before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, *hangups())}
-  before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  def pause_for(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not asked and (left := until - time.monotonic()) > 0:
+      time.sleep(min(left, _LOOK_SECONDS))  # Python sleeps on after a signal
+
+  numbers = (signal.SIGTERM, signal.SIGINT, *hangups())
+  before = {number: signal.signal(number, pass_on) for number in numbers}
   used = 0
   try:
     while True:
       reached = progress()
-      # A child inherits ignored signals, so `preexec_fn` gives SIGINT's default back to it.
-      child = subprocess.Popen(
-        command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-      )
-      if asked:  # a signal may have come before this child was started
+      if asked:
+        return Preempted.code
+      child = subprocess.Popen(command)
+      if asked:  # the signal may have come before this child was known
         child.terminate()
       code = child.wait()
       code = 128 - code if code < 0 else code
+      if code == 128 + signal.SIGTERM and signal.SIGINT in asked:
+        return INTERRUPTED_EXIT
       if code in FINAL or asked:
         return code
       used = 1 if progress() > reached else used + 1
@@ -82,7 +87,7 @@ def supervise(
         return code
       pause = min(2.0 ** (used - 1), LONGEST_WAIT)
       warn(f"the run ended with {code}; restart {used} of {restarts} in {pause:g} s")
-      wait(pause)
+      (wait or pause_for)(pause)
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)

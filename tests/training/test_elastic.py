@@ -265,6 +265,33 @@ def test_one_that_is_told_to_stop_while_its_command_starts_may_be_requeued(site)
   assert site.codes == {1: 75}
 
 
+def test_an_interrupted_one_ends_the_run_of_all(site):
+  """As Ctrl-C does that a terminal sends to its command."""
+  site.members[1].interrupt()
+  assert site.members[1].child.signals == [signal.SIGTERM]
+  site.end(75)
+  site.passes(3)
+  assert site.codes == dict.fromkeys(range(4), 75)
+
+
+def test_one_that_is_interrupted_while_its_command_starts_ends_the_run_of_all(site):
+  site.members[1].interrupt()
+  site.end(-signal.SIGTERM, 1)
+  site.end(134, 0, 2, 3)
+  site.passes(3)
+  assert site.codes == dict.fromkeys(range(4), 130)
+
+
+def test_one_that_is_interrupted_while_it_waits_leaves(tmp_path):
+  site = Site(tmp_path, mesh=lambda processes: min(processes, 2))
+  site.passes(3)
+  assert site.training == [0, 1]
+  site.members[3].interrupt()
+  site.passes(1)
+  assert site.codes == {3: 75}
+  assert site.training == [0, 1]
+
+
 def test_all_that_are_told_to_stop_end(site):
   for member in site.members.values():
     member.asked = True

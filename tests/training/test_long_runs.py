@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -69,23 +70,46 @@ def test_progress_gives_the_restarts_back(tmp_path):
   )
 
 
-def test_a_signal_is_passed_on_and_ends_it(tmp_path):
+def signalled(number, folder):
+  """Sends this process a signal as soon as the command has begun."""
+
+  def send():
+    while not (folder / "up").exists():
+      time.sleep(0.01)
+    os.kill(os.getpid(), number)
+
+  thread = threading.Thread(target=send)
+  thread.start()
+  return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_ends_it(tmp_path, number):
+  """SIGINT to this process alone too, of which the command then hears nothing by itself."""
   command = script(
     "import pathlib, signal, sys, time",
     "signal.signal(signal.SIGTERM, lambda *_: sys.exit(86))",
     f"pathlib.Path({str(tmp_path)!r}, 'up').touch()",
     "time.sleep(100)",
   )
-
-  def stop():
-    while not (tmp_path / "up").exists():
-      pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-  thread = threading.Thread(target=stop)
-  thread.start()
+  thread = signalled(number, tmp_path)
   assert supervise(command, 9, lambda: 0) == 86
   thread.join()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_before_the_command_can_save(tmp_path, number, code):
+  begun = f"pathlib.Path({str(tmp_path)!r}, 'up').touch()"
+  thread = signalled(number, tmp_path)
+  assert supervise(script("import pathlib, time", begun, "time.sleep(100)"), 9, lambda: 0) == code
+  thread.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_a_pause_ends_it_at_once(tmp_path, monkeypatch, number):
+  monkeypatch.setattr(time, "sleep", lambda _: os.kill(os.getpid(), number))
+  assert supervise(child(tmp_path, [-9, -9]), 9, lambda: 0) == 75
+  assert (tmp_path / "count").read_text() == "1"
 
 
 def test_train_runs_itself_as_a_child(tmp_path, monkeypatch):

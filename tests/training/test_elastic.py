@@ -266,7 +266,7 @@ def test_one_that_is_told_to_stop_while_its_command_starts_may_be_requeued(site)
 
 
 def test_an_interrupted_one_ends_the_run_of_all(site):
-  """As Ctrl-C does that a terminal sends to its command."""
+  """A terminal that sends Ctrl-C to the command does the same."""
   site.members[1].interrupt()
   assert site.members[1].child.signals == [signal.SIGTERM]
   site.end(75)

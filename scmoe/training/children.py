@@ -58,7 +58,8 @@ def start_child(
   prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
 
   def prepare() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
+    # Else this process's handler would swallow a SIGINT between fork and exec.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if prctl is not None:
       prctl(_KILL_WITH_PARENT, signal.SIGKILL)
     if not urgent:

@@ -129,7 +129,7 @@ class Supervisor:
     self.folder, self.number, self.count = folder, number, count
     self.launch, self.restarts, self.silent, self.clock = launch, restarts, silent, clock
     self.asked = False  # whether this process was told to stop
-    self._interrupted = False  # whether its command was, by Ctrl-C
+    self._interrupted = False  # whether SIGINT came while its command ran
     self.child: Child | None = None
     self.plan = Plan()
     self.latest = read_plan(folder) or Plan()
@@ -170,7 +170,7 @@ class Supervisor:
     return code
 
   def interrupt(self) -> None:
-    """Ctrl-C: the command saves and ends, and the run with it; without one this member leaves.
+    """Ctrl-C: the command saves and ends, and the run with it; a waiting member leaves.
 
     The command gets SIGTERM, since a terminal sends it SIGINT too, and a second SIGINT would end it
     unsaved.
@@ -332,8 +332,8 @@ class Supervisor:
 
     It asks if this member was told to stop, or if this is the turn's first member, the command has
     done a step, and the mesh would be larger with waiting members. Once this member was told to
-    stop, it only waits for the command's end. While nothing was asked and the command can go on,
-    the member compiles ahead (`Ahead`).
+    stop, or interrupted, it only waits for the command's end. While nothing was asked and the
+    command can go on, the member compiles ahead (`Ahead`).
 
     Returns:
       the member's exit code if the command has ended and no turn follows; else None.
@@ -341,6 +341,8 @@ class Supervisor:
     code = child.poll()
     if code is not None:
       return self._ended(128 - code if code < 0 else code)
+    if self._interrupted:
+      return None
     if self.asked:
       if self.me.asks != LEAVE:
         self.tell(asks=LEAVE)

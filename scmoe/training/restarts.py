@@ -26,7 +26,7 @@ FINAL = (0, 2, 3, 4, 5, 6, GAVE_UP_EXIT, 75, INTERRUPTED_EXIT)
 # Most seconds that a restart is put off. Restarts in a row are put off for 1, 2, 4, ... seconds, an
 # elastic run's for 0, 2, 4, ...
 LONGEST_WAIT = 60.0
-_LOOK_SECONDS = 0.2  # of a pause, until a request to stop is seen
+_LOOK_SECONDS = 0.2  # most seconds until a pause ends after a request to stop
 
 
 def supervise(
@@ -42,13 +42,14 @@ def supervise(
   code is 128 + N if signal N killed the command. A request to stop is SIGTERM or SIGHUP (unless
   nohup ignores it), which is passed on to the command, or SIGINT, for which the command gets
   SIGTERM: a terminal sends SIGINT to the command too, and a second one would end it unsaved. If the
-  request comes between two starts, none follows, and the code is 75: the newest checkpoint stays.
+  request comes before a start, none follows, and the code is 75: the newest checkpoint stays.
 
   Args:
     command: program and arguments.
     restarts: most restarts in a row without a later checkpoint.
     progress: returns the step of the newest checkpoint, 0 if there is none.
-    wait: sleeps for the seconds that it is given; None: until then or until a request to stop.
+    wait: sleeps for the seconds that it is given; None: this function sleeps, and less if it is
+      asked to stop.
   """
   child: subprocess.Popen[bytes] | None = None
   asked: list[int] = []  # numbers of the signals

@@ -1,12 +1,13 @@
 """Elastic runs: who trains when a process is lost, comes back, leaves or ends."""
 
+import os
 import signal
 
 import pytest
-from elastic_site import SILENT, Site
+from elastic_site import SILENT, FakeChild, Site
 
 from scmoe.base.errors import ConfigError
-from scmoe.training.elastic import FIRST_SECONDS
+from scmoe.training.elastic import FIRST_SECONDS, supervise
 from scmoe.training.members import (
   ENDED,
   LEAVE,
@@ -280,6 +281,56 @@ def test_one_that_is_interrupted_while_its_command_starts_ends_the_run_of_all(si
   site.end(134, 0, 2, 3)
   site.passes(3)
   assert site.codes == dict.fromkeys(range(4), 130)
+
+
+def test_an_interrupted_run_does_not_go_on_without_a_lost_host(site):
+  """Their commands are stuck in a collective with the lost one, and end by their watchdogs."""
+  site.lose(3)
+  for member in site.members.values():
+    member.interrupt()
+  site.passes(SILENT + 5)
+  assert site.turn == 1
+  site.end(86)
+  site.passes(3)
+  assert site.codes == dict.fromkeys(range(3), 130)
+
+
+def test_an_interrupted_one_whose_peer_dies_saves_and_ends_the_run(site):
+  site.members[1].interrupt()
+  site.end(134, 0)
+  site.passes(5)
+  assert site.training == [1]
+  site.end(75, 1)
+  site.passes(5)
+  assert site.codes == dict.fromkeys(range(4), 75)
+
+
+def test_one_that_is_interrupted_and_then_told_to_stop_does_not_leave_the_others_running(site):
+  site.members[1].interrupt()
+  site.members[1].asked = True
+  site.passes(1)
+  assert site.members[1].child.signals == [signal.SIGTERM]
+  site.end(75)
+  site.passes(3)
+  assert site.codes == dict.fromkeys(range(4), 75)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_member_hears_signals_to_its_process(tmp_path, monkeypatch, number):
+  member = Site(tmp_path, 1).members[0]
+  heard = lambda: (member.asked, member._interrupted)
+
+  def tick():
+    if any(heard()):
+      return 75
+    member.child = FakeChild(member.plan, 0)
+    os.kill(os.getpid(), number)
+    return None
+
+  monkeypatch.setattr(member, "tick", tick)
+  assert supervise(member) == 75
+  assert heard() == (number == signal.SIGTERM, number == signal.SIGINT)
+  assert member.child.signals == ([signal.SIGTERM] if number == signal.SIGINT else [])
 
 
 def test_one_that_is_interrupted_while_it_waits_leaves(tmp_path):

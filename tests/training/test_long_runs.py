@@ -85,7 +85,7 @@ def signalled(number, folder):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_and_ends_it(tmp_path, number):
-  """SIGINT to this process alone too, of which the command then hears nothing by itself."""
+  """A SIGINT that this process alone gets reaches the command as SIGTERM."""
   command = script(
     "import pathlib, signal, sys, time",
     "signal.signal(signal.SIGTERM, lambda *_: sys.exit(86))",
@@ -107,8 +107,15 @@ def test_a_signal_before_the_command_can_save(tmp_path, number, code):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_a_pause_ends_it_at_once(tmp_path, monkeypatch, number):
-  monkeypatch.setattr(time, "sleep", lambda _: os.kill(os.getpid(), number))
+  slept = []
+
+  def sleep(seconds):
+    slept.append(seconds)
+    os.kill(os.getpid(), number)
+
+  monkeypatch.setattr(time, "sleep", sleep)
   assert supervise(child(tmp_path, [-9, -9]), 9, lambda: 0) == 75
+  assert len(slept) == 1
   assert (tmp_path / "count").read_text() == "1"
 
 

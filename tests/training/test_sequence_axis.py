@@ -95,8 +95,8 @@ def built(mesh, name, microbatches=1, remat="none"):
 
 
 @functools.cache
-def gradients(mesh, name, microbatches=1, remat="none"):
-  """Loss, gradients' norm, gradients and all logged values of one step, on the host."""
+def program(mesh, name, microbatches=1, remat="none"):
+  """From parameters and a batch: loss, gradients' norm, gradients, all logged values of a step."""
   own = built(mesh, name, microbatches, remat)
   shares = own.optimizer.shares
   out = own.specs if shares is None else shares.share_specs
@@ -110,20 +110,57 @@ def gradients(mesh, name, microbatches=1, remat="none"):
     return loss, global_norm(grads, out), grads, (scalars, arrays)
 
   stored = out if mesh.shard_state == "parameters" else own.specs
-  program = manual(local, own.mesh, (stored, P(None, BATCH_AXES)), (P(), P(), out, P()))
-  return jax.device_get(jax.jit(program)(drawn(own.shapes, 0.3), batch_of(microbatches)))
+  return jax.jit(manual(local, own.mesh, (stored, P(None, BATCH_AXES)), (P(), P(), out, P())))
 
 
-def assert_same(got, want, rtol=1e-6):
-  for name, a, b in zip(("loss", "norm"), got, want):
-    np.testing.assert_allclose(a, b, rtol=rtol, err_msg=name)
-  for part in (2, 3):
-    leaves = jax.tree_util.tree_leaves_with_path(got[part])
-    for (path, a), b in zip(leaves, jax.tree.leaves(want[part]), strict=True):
-      room = rtol * (np.abs(b).max() + 0.1 * (want[1] if part == 2 else 0))
-      if "mutual_information" in jax.tree_util.keystr(path):
-        room += rtol * np.log(4)  # it is a difference of two entropies of up to log(4 experts)
-      np.testing.assert_allclose(a, b, rtol=rtol, atol=room, err_msg=jax.tree_util.keystr(path))
+@functools.cache
+def gradients(mesh, name, microbatches=1, remat="none"):
+  """What `program` returns for parameters that depend on the model alone, on the host."""
+  params = drawn(built(mesh, name, microbatches, remat).shapes, 0.3)
+  return jax.device_get(program(mesh, name, microbatches, remat)(params, batch_of(microbatches)))
+
+
+@functools.cache
+def rounding(name):
+  """How far each gradient moves where each parameter moves to one of its two neighbours in float32.
+
+  Returns:
+    A tree like the gradients: the largest change of any element of the leaf, of three draws. A
+    norm of an embedding whose row is short amplifies what was rounded before it, so this differs
+    by model: up to 0.2e-6 for `top2`'s embedding, up to 7e-6 for `pos2`'s. A token that does not
+    count changes each leaf by 18,000 times as much or more.
+  """
+  numbers, batch, want = np.random.default_rng(1), batch_of(1), gradients(WHOLE, name)[2]
+
+  def neighbour(leaf):
+    side = np.where(numbers.random(leaf.shape) < 0.5, -np.inf, np.inf)
+    return np.nextafter(leaf, side.astype(leaf.dtype))
+
+  def change():
+    moved = jax.tree.map(neighbour, drawn(built(WHOLE, name).shapes, 0.3))
+    got = jax.device_get(program(WHOLE, name)(moved, batch)[2])
+    return jax.tree.map(lambda a, b: np.abs(a - b).max(), got, want)
+
+  return jax.tree.map(lambda *changes: max(changes), *(change() for _ in range(3)))
+
+
+def assert_same(got, name, rtol=1e-6):
+  want = gradients(WHOLE, name)
+  for scalar, a, b in zip(("loss", "norm"), got, want):
+    np.testing.assert_allclose(a, b, rtol=rtol, err_msg=scalar)
+
+  def assert_close(path, a, b, room):
+    path = jax.tree_util.keystr(path)
+    if "mutual_information" in path:
+      room += rtol * np.log(4)  # it is a difference of two entropies of up to log(4 experts)
+    atol = rtol * np.abs(b).max() + room
+    np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=path)
+
+  def gradient_is_close(path, a, b, change):
+    assert_close(path, a, b, max(0.1 * rtol * want[1], change))
+
+  jax.tree_util.tree_map_with_path(gradient_is_close, got[2], want[2], rounding(name))
+  jax.tree_util.tree_map_with_path(lambda *leaf: assert_close(*leaf, 0), got[3], want[3])
 
 
 def divided(way, parts=2, **axes):
@@ -140,7 +177,7 @@ OTHERS = [(way, name) for way in ("ring", "heads") for name in MODELS if (way, n
 )
 def test_loss_gradients_and_logged_values_are_those_of_whole_rows(way, name):
   expert = 1 if name == "dense" else 2
-  assert_same(gradients(divided(way, expert=expert), name), gradients(WHOLE, name))
+  assert_same(gradients(divided(way, expert=expert), name), name)
 
 
 @pytest.mark.nightly
@@ -154,7 +191,7 @@ def test_loss_gradients_and_logged_values_are_those_of_whole_rows(way, name):
   ids=["accumulation", "shared state", "tensor"],
 )
 def test_other_ways_to_divide_go_with_it(mesh, microbatches, remat):
-  assert_same(gradients(mesh, "dense", microbatches, remat), gradients(WHOLE, "dense"))
+  assert_same(gradients(mesh, "dense", microbatches, remat), "dense")
 
 
 def test_evaluation_counts_what_it_counts_of_whole_rows():

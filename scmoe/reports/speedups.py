@@ -246,9 +246,9 @@ def speedups_table(speedups: Speedups, scale: str) -> Table:
   rows = tuple(
     (
       one.variant,
+      one.link,
       one.study,
       str(one.pairs),
-      one.link,
       _interval(one.joined.data),
       _interval(one.joined.throughput),
       _interval(one.joined.effective),
@@ -258,13 +258,13 @@ def speedups_table(speedups: Speedups, scale: str) -> Table:
     )
     for one in speedups.found
   )
-  heads = ("variant", "study", "pairs", "link", "Sc, joined", "throughput", "Sw, joined",
+  heads = ("variant", "link", "study", "pairs", "Sc, joined", "throughput", "Sw, joined",
            "Sc, fitted", "Sw, fitted", "measured in")  # fmt: skip
   title = (
     f"Effective speed-up over top2, {scale}, by the losses of {speedups.curve}, joined, and by the "
     f"curve fitted to them, which misses them by up to {speedups.misfit:.3f} nats"
   )
-  return Table(title, heads, rows)
+  return Table(title, heads, rows, keys=2)
 
 
 def _interval(found: Estimate) -> str:

@@ -439,8 +439,10 @@ def findings_table(study: Study) -> Table:
     )
   heads = ("contrast", "pairs", "difference", "95 % interval", "p", "p, Holm", "p, equivalence",
            "verdict")  # fmt: skip
-  count = len(study.plan.contrasts)
-  return Table(f"Paired by seed; Holm's adjustment over {count} contrasts", heads, tuple(rows))
+  title = f"Paired by seed; Holm's adjustment over {len(study.plan.contrasts)} contrasts"
+  if (tests := sum(c.margin is not None for c in study.plan.contrasts)) > 1:
+    title += f" and over {tests} tests of equivalence"
+  return Table(title, heads, tuple(rows))
 
 
 def _p(value: float | None) -> str:

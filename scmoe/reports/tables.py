@@ -16,11 +16,18 @@ class Table:
 
   Cells may come from a stranger's run folder. So control characters are escaped here, and each
   output format escapes its own markup.
+
+  Attributes:
+    title: above the table.
+    heads: the columns' names.
+    rows: one cell for each column.
+    keys: so many first columns name a row, and begin every part of a text that is cut by width.
   """
 
   title: str
   heads: tuple[str, ...]
   rows: tuple[tuple[str, ...], ...]
+  keys: int = 1
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "title", printable(self.title))
@@ -31,7 +38,7 @@ class Table:
     """Columns padded with spaces; columns that exceed `width` follow in further parts below."""
     widths = [max(map(len, column)) for column in zip(self.heads, *self.rows)]
     lines = []
-    for columns in _parts(widths, width):
+    for columns in _parts(widths, width, self.keys):
       lines += [""] if lines else []
       for row in (self.heads, *self.rows):
         cells = [f"{row[i]:>{widths[i]}}" if i else f"{row[i]:<{widths[i]}}" for i in columns]
@@ -70,13 +77,18 @@ class Table:
     )
 
 
-def _parts(widths: Sequence[int], width: int) -> list[list[int]]:
-  """Columns of each part of a table. A part begins with column 0 and is at most `width` wide."""
-  parts, used = [[0]], widths[0]
-  for i in range(1, len(widths)):
-    if used + 2 + widths[i] > width and len(parts[-1]) > 1:
-      parts.append([0])
-      used = widths[0]
+def _parts(widths: Sequence[int], width: int, keys: int) -> list[list[int]]:
+  """Columns of each part of a table.
+
+  A part begins with the first `keys` columns, holds at least one other, and is at most `width`
+  wide unless that one makes it wider.
+  """
+  first, begin = list(range(keys)), sum(widths[:keys]) + 2 * (keys - 1)
+  parts, used = [list(first)], begin
+  for i in range(keys, len(widths)):
+    if used + 2 + widths[i] > width and len(parts[-1]) > keys:
+      parts.append(list(first))
+      used = begin
     parts[-1].append(i)
     used += 2 + widths[i]
   return parts

@@ -19,6 +19,21 @@ def test_a_wide_table_goes_on_below_with_its_first_column():
       assert cell in text
 
 
+def test_columns_that_name_a_row_begin_every_part():
+  heads = ("wiring", "link", "throughput", "effective")
+  rows = (("pos2", "slow", "1.33", "1.24"), ("pos2", "fast", "1.01", "0.94"))
+  lines = Table("t", heads, rows, keys=2).text(24).splitlines()
+  assert lines[1:] == [
+    "wiring  link  throughput",
+    "pos2    slow        1.33",
+    "pos2    fast        1.01",
+    "",
+    "wiring  link  effective",
+    "pos2    slow       1.24",
+    "pos2    fast       0.94",
+  ]
+
+
 def test_a_narrow_table_is_one_part():
   assert Table("t", ("a", "b"), (("x", "1.5"),)).text() == "t\na    b\nx  1.5"
 

@@ -115,14 +115,14 @@ def program(mesh, name, microbatches=1, remat="none"):
 
 @functools.cache
 def gradients(mesh, name, microbatches=1, remat="none"):
-  """What `program` returns for parameters that depend on the model alone, on the host."""
+  """Runs `program` with parameters that depend on the model alone; its values come to the host."""
   params = drawn(built(mesh, name, microbatches, remat).shapes, 0.3)
   return jax.device_get(program(mesh, name, microbatches, remat)(params, batch_of(microbatches)))
 
 
 @functools.cache
 def rounding(name):
-  """How far each gradient moves where each parameter moves to one of its two neighbours in float32.
+  """Moves each parameter to one of its neighbours in float32, and says how each gradient changes.
 
   Returns:
     A tree like the gradients: the largest change of any element of the leaf, of three draws. A

@@ -2,11 +2,13 @@
 
   python -m scmoe.report experiments/quality
   python -m scmoe.report experiments/quality --scale cpu --out build/quality.html
+  python -m scmoe.report experiments/quality --plots
 
 Begins with a table of all verdicts. Then shows for every study its question, what was registered,
 differences with intervals and verdicts, curves, and its runs. Each variant's name leads to its
 runs, and each run names its command, commit, hardware and the line of the file that holds its raw
-JSON. The page needs no other file and no network.
+JSON. The page needs no other file and no network. --plots writes each study's plot of differences
+to its results/differences-SCALE.svg, which its README shows, in place of the page.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from scmoe.base.options import check_choice
 from scmoe.base.output import say
 from scmoe.reports import page
 from scmoe.reports.analyses import analyses_parts, read_analyses
-from scmoe.reports.plots import curves_plot, differences_plot
+from scmoe.reports.plots import curves_plot, differences_plot, standalone
 from scmoe.reports.speedups import read_speedups, root_of, speedups_table
 from scmoe.reports.studies import (
   Study,
@@ -40,15 +42,17 @@ FLAGS = (
   Flag("FOLDER", str, None, "folder of studies, such as experiments/quality", words=True),
   Flag("scale", str, "gpu", "scale of the runs: gpu, cpu or smoke"),
   Flag("out", str, "", "file to write; FOLDER/report-SCALE.html if not given"),
+  Flag("plots", bool, False, "write STUDY/results/differences-SCALE.svg of each study, no page"),
   HELP,
 )
 
 
 def main(argv: list[str]) -> None:
-  """Writes the page.
+  """Writes the page, or the studies' plots.
 
   Raises:
-    ConfigError: the folder holds no studies, or the scale is unknown.
+    ConfigError: the folder holds no studies, or the scale is unknown; or a page is asked for
+      beside plots.
     DataError: a plan or a result cannot be used.
   """
   values, _ = parse(argv, FLAGS)
@@ -58,18 +62,36 @@ def main(argv: list[str]) -> None:
     raise ConfigError(f"got {len(values['FOLDER'])} folders; give one, e.g. experiments/quality")
   folder, scale = Path(values["FOLDER"][0]), values["scale"]
   check_choice("--scale", scale, SCALES)
+  if values["plots"]:
+    if values["out"]:
+      raise ConfigError("--plots writes into the studies' folders; leave out --out")
+    for path, picture in pictures(folder, scale).items():
+      page.write(path, picture)
+      say(f"plot: {path}")
+    return
   out = Path(values["out"] or folder / f"report-{scale}.html")
   page.write(out, rendered(folder, scale, out.parent, " ".join(argv)))
   say(f"page: {out}")
 
 
-def rendered(folder: Path, scale: str, beside: Path, arguments: str) -> str:
-  """The HTML of all studies below a folder, with links that hold from the folder `beside`.
+def pictures(folder: Path, scale: str) -> dict[Path, str]:
+  """Each study's plot of differences as an SVG file: its path in the study -> its text.
+
+  A study none of whose contrasts has a pair of runs has no plot.
 
   Raises:
     ConfigError: there is no study.
     DataError: a plan or a result cannot be used.
   """
+  found = {}
+  for place, study in _studies(folder, scale)[0].items():
+    if plot := differences_plot(findings(study), study.plan.metric):
+      found[place / "results" / f"differences-{scale}.svg"] = standalone(plot)
+  return found
+
+
+def _studies(folder: Path, scale: str) -> tuple[dict[Path, Study], list[Path]]:
+  """The studies of a folder by their own folders, and the folders without a plan at this scale."""
   folders = sorted(path.parent for path in folder.glob("*/run.py"))
   if not folders:
     raise ConfigError(f"{str(folder)!r} holds no study (no */run.py); give experiments/quality")
@@ -79,6 +101,17 @@ def rendered(folder: Path, scale: str, beside: Path, arguments: str) -> str:
       studies[place] = read_study(place, scale)
     except FileNotFoundError:
       without.append(place)
+  return studies, without
+
+
+def rendered(folder: Path, scale: str, beside: Path, arguments: str) -> str:
+  """The HTML of all studies below a folder, with links that hold from the folder `beside`.
+
+  Raises:
+    ConfigError: there is no study.
+    DataError: a plan or a result cannot be used.
+  """
+  studies, without = _studies(folder, scale)
   parts: list = [_verdicts(list(studies.values()))]
   for place in studies:
     parts += _speedups(place, scale, beside)
@@ -96,7 +129,7 @@ def rendered(folder: Path, scale: str, beside: Path, arguments: str) -> str:
   contents = " · ".join(f"<a href='#{name}'>{name}</a>" for name in names)
   if without:
     contents += f" · <a href='#without'>{len(without)} without a plan at this scale</a>"
-  title = f"Quality: {len(folders)} studies, {scale}"
+  title = f"Quality: {len(studies) + len(without)} studies, {scale}"
   return page.page(title, [f"<p>{contents}</p>", *parts], f"python -m scmoe.report {arguments}")
 
 

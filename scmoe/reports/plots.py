@@ -53,6 +53,19 @@ def differences_plot(found: Sequence[Finding], metric: str) -> str:
   return _svg(parts, bottom + 24, about)
 
 
+def standalone(plot: str) -> str:
+  """A plot of a page as an SVG file, for READMEs: with its namespace, on white.
+
+  Args:
+    plot: an element that a function of this module returned, not empty.
+  """
+  element = plot[plot.index("<svg ") : plot.index("</svg>")]
+  opening, rest = element.split(">", 1)
+  namespace = "xmlns='http://www.w3.org/2000/svg' color='black'"
+  opening = opening.replace("<svg ", f"<svg {namespace} ").replace(" width='100%'", "")
+  return f"{opening}><rect width='100%' height='100%' fill='white'/>{rest}</svg>\n"
+
+
 def curves_plot(study: Study) -> str:
   """Held-out loss over training tokens: the mean over seeds of every variant.
 

@@ -3,6 +3,7 @@
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from scmoe.base.errors import ConfigError, DataError
 from scmoe.reports import studies
 from scmoe.reports.studies import Contrast, Plan
 
+ROOT = Path(__file__).resolve().parents[2]
 PLAN = Plan("positions", "gpu", "Which <b>position</b>?", {}, {"top2": {"w": "2"}, "pos2": {}},
             {"top2": 2, "pos2": 3}, (Contrast("pos2", "top2", 0.01),))  # fmt: skip
 
@@ -66,6 +68,25 @@ def test_the_page(folder, capsys):
     ElementTree.fromstring(plot)
   assert plots[0].count("<circle") == 1
   assert plots[1].count("<polyline") == 2
+
+
+def test_plots_become_files_of_their_studies(folder, capsys):
+  report.main([str(folder), "--plots"])
+  file = folder / "positions/results/differences-gpu.svg"
+  assert capsys.readouterr().out.split() == ["plot:", str(file)]
+  assert ElementTree.parse(file).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+  assert file.read_text().count("<circle") == 1
+  assert not list(folder.glob("*.html"))
+  with pytest.raises(ConfigError, match="leave out --out"):
+    report.main([str(folder), "--plots", "--out=a.html"])
+
+
+def test_the_plots_beside_the_results_show_the_results():
+  drawn = report.pictures(ROOT / "experiments/quality", "gpu")
+  assert len(drawn) == len(list((ROOT / "experiments/quality").glob("*/run.py")))
+  for path, text in drawn.items():
+    assert path.read_text() == text, "python -m scmoe.report experiments/quality --plots"
+    assert "(results/differences-gpu.svg)" in (path.parents[1] / "README.md").read_text()
 
 
 def test_links_hold_from_another_folder(folder):

@@ -54,7 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files of 14 s and more of a whole run on two cores come first, the longest before the others, so
 # that no worker is left with one in the end.
-LONG = ("test_state_shares", "test_cli", "test_processes", "test_mosaic_gpu", "test_host_moments")
+LONG = ("test_state_shares", "test_quality_trained", "test_cli", "test_processes")
+LONG += ("test_mosaic_gpu", "test_host_moments")
 LONG += ("test_rearranged", "test_wirings", "test_repeating", "test_transports", "test_killed")
 LONG += ("test_execution", "test_serve", "test_gradient_reduction", "test_dry_run", "test_mistakes")
 LONG += ("test_storage", "test_decode", "test_serving", "test_filed_moments", "test_side_by_side")

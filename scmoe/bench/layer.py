@@ -22,10 +22,11 @@ in turns with the same without its exchanges, and with its exchanges alone (`scm
 import argparse
 import dataclasses
 import functools
-import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,7 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from scmoe.base.errors import ConfigError, run_main
+from scmoe.base.errors import ConfigError, StorageError, run_main
+from scmoe.base.stored import write_json
 from scmoe.bench.parallel import bench_parallel, print_parallel
 from scmoe.bench.sizes import (
   MODELS,
@@ -56,13 +58,14 @@ from scmoe.kernels.grouped_matmul import (
 )
 from scmoe.kernels.grouped_matmul.layout import make_layout, pad_rows
 from scmoe.moe.experts import FFNExperts
-from scmoe.profiling.timer import alone, calls_in, interleave, repeated
-from scmoe.run.command_line import check_environment
+from scmoe.profiling.timer import alone, calls_in, half_range, interleave, repeated
+from scmoe.run.command_line import check_environment, json_file
 
 # For fp8 by the kernels: how much nearer to the network without fp8, or farther from it, they may
 # be than fp8 by XLA. Sums in another order round an activation to the next fp8 number now and then.
 # That moves the result by up to 0.018 (so `APART`), but no farther from the network without fp8.
 TOLERANCE_FP8, APART = 2e-2, 3e-2
+_PROBE_BYTES = 4096  # a full disk still lets a program create an empty file
 _SAMPLE_SECONDS = 0.04  # so many seconds of calls are timed together, which hides the host's work
 
 
@@ -192,11 +195,11 @@ def bench_layer(
   ours = {"forward": (forward, arguments), "forward+backward": (both, (dy, *arguments))}
   # Timed in three ways, since a GPU at its power limit slows down: with pauses, as other projects
   # time theirs; back to back; and in turns with the bound.
-  as_peers, sustained = {}, {}
+  as_peers: dict[str, float | None] = {}
+  sustained = {}
   if not turns_only:
     as_peers = {
-      name: 1e3 * alone(function, *given, rounds=rounds).median
-      for name, (function, given) in ours.items()
+      name: by_itself(function, *given, rounds=rounds) for name, (function, given) in ours.items()
     }
     sustained = {name: interleaved({name: run}, rounds)[name] for name, run in ours.items()}
   times = interleaved({**ours, **_bound(shape, seed + 3)}, rounds)
@@ -220,7 +223,8 @@ def bench_layer(
   for key, factor in (("forward", 1), ("forward+backward", 3)):
     result[key] = {
       "ms": as_peers.get(key),
-      "tflops": factor * shape.flops / as_peers.get(key, times[key]) / 1e9,
+      "too_short": key in as_peers and as_peers[key] is None,
+      "tflops": factor * shape.flops / (as_peers.get(key) or times[key]) / 1e9,
       "ms_sustained": sustained.get(key),
       "ms_interleaved": times[key],
       "bound_ms_interleaved": bound[key],
@@ -229,12 +233,24 @@ def bench_layer(
   return result
 
 
+def by_itself(function: Callable[..., Any], *arguments: Any, rounds: int) -> float | None:
+  """Milliseconds of a call that `alone` times; None if they are too few to tell.
+
+  The time of zeroing the cache is subtracted. Where zeroing takes much longer than the call, as on
+  a CPU, the difference can be noise, even below 0: it counts only if it exceeds its own spread.
+  """
+  timing = alone(function, *arguments, rounds=rounds)
+  return 1e3 * timing.median if timing.median > half_range(timing.seconds) else None
+
+
 def print_layer(result: dict[str, Any]) -> None:
   """Prints one layer's line."""
   cells = [f"{result['name']:16s}"]
   for key in ("forward", "forward+backward"):
     r = result[key]
     alone_ms = r["ms"] and f" (back to back {r['ms_sustained']:.3f} ms)"
+    if r["too_short"]:
+      alone_ms = " in turns (by itself too short to tell from the zeroing of the cache)"
     cells.append(
       f"{key} {r['ms'] or r['ms_interleaved']:8.3f} ms {r['tflops']:6.1f} TFLOP/s"
       f"{alone_ms or ''}, {r['percent_of_bound']:.1f} % of bound"
@@ -382,11 +398,40 @@ def bench_fp8(shape: Shape, seed: int, rounds: int) -> dict[str, Any]:
   return {"shape": dataclasses.asdict(s), "name": s.name, **errors, "ms": times}
 
 
+def writable(text: str | None) -> Path | None:
+  """The file of --json, which takes bytes on its disk before minutes of measuring; None without.
+
+  Raises:
+    ConfigError: as `json_file`, or it is a pipe or a device.
+    StorageError: no file can be written in its folder.
+  """
+  out = json_file(text or "")
+  if out is None:
+    return None
+  if out.exists() and not out.is_file():
+    raise ConfigError(f"--json={text!r} is no regular file; give a file")
+  probe = out.absolute().with_name(f".probe-{os.getpid()}")
+  try:
+    try:
+      probe.write_bytes(bytes(_PROBE_BYTES))
+    finally:
+      probe.unlink(missing_ok=True)
+  except OSError as error:
+    raise _unwritten(out, error) from None
+  return out
+
+
+def _unwritten(out: Path, error: OSError) -> StorageError:
+  return StorageError(f"{out} cannot be written: {error.strerror}; give another --json")
+
+
 def main(argv: list[str]) -> None:
   """Runs the benchmark; see the module's docstring.
 
   Raises:
-    ConfigError: a shape is neither sizes nor known, or `bench_parallel` refuses what was asked for.
+    ConfigError: a shape is neither sizes nor known, --json is no file in a folder that exists, or
+      `bench_parallel` refuses what was asked for.
+    StorageError: the file of --json cannot be written.
     ValueError: an error exceeds its limit.
   """
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
@@ -419,6 +464,7 @@ def main(argv: list[str]) -> None:
     shapes = [parse_shape(text) for names in named for text in names]
   except ValueError as error:
     raise ConfigError(f"--shape: {error}") from None
+  out = writable(options.json)
   check_environment()
   if not (options.layer or options.kernels or options.fp8):
     options.layer = True
@@ -463,9 +509,11 @@ def main(argv: list[str]) -> None:
       )
     if options.fp8:
       report.setdefault("fp8", []).append(bench_fp8(shape, seed, options.rounds))
-    if options.json:
-      with open(options.json, "w") as file:
-        json.dump(report, file, indent=2)
+    if out is not None:
+      try:
+        write_json(out, report)
+      except OSError as error:
+        raise _unwritten(out, error) from None
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -160,3 +161,48 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "sklearn", None)  # an import now raises ImportError
   with pytest.raises(ConfigError, match="needs the package 'scikit-learn': pip install scikit-"):
     made.digits(8, 1, 0.1)
+
+
+def digits_of(images, target):
+  """A package as far as the source reads it: the arrays of scikit-learn's `load_digits`."""
+  found = types.SimpleNamespace(images=np.asarray(images, float), target=np.asarray(target))
+  return types.SimpleNamespace(load_digits=lambda: found)
+
+
+def test_digits_are_scaled_enlarged_and_divided(monkeypatch):
+  """Greys of 0 to 16 become bytes, pixels become squares, and the last images are held out."""
+  grey = np.random.default_rng(0).integers(0, 17, (20, 8, 8))
+  grey[:, 0, 0], grey[:, 7, 7] = 0, 16
+  target = np.arange(20) % 10
+  monkeypatch.setitem(sys.modules, "sklearn", types.SimpleNamespace())
+  monkeypatch.setitem(sys.modules, "sklearn.datasets", digits_of(grey, target))
+  found = made.digits(16, 3, 0.25)
+  assert (len(found.train), len(found.validation)) == (15, 5)
+  assert found.names == tuple("0123456789")
+  images = np.concatenate([found.train.images, found.validation.images])
+  assert (images.dtype, images.shape) == (np.uint8, (20, 16, 16, 3))
+  for y, x in ((0, 0), (0, 1), (1, 0), (1, 1)):  # each pixel is a square of 2 x 2
+    for channel in range(3):
+      np.testing.assert_array_equal(images[:, y::2, x::2, channel], grey * 255 // 16)
+  assert (images[:, 0, 0] == 0).all()
+  assert (images[:, 15, 15] == 255).all()
+  np.testing.assert_array_equal(found.train.labels, target[:15])
+  np.testing.assert_array_equal(found.validation.labels, target[15:])
+  assert found.train.labels.dtype == np.int32
+  assert made.digits(8, 1, 0.25).digest != found.digest
+  assert made.digits(16, 3, 0.25).digest == found.digest
+
+
+def test_digits_are_read_by_their_name(monkeypatch):
+  """Batches of data.source=digits hold the package's images, each with its label."""
+  grey = np.repeat(np.arange(12), 64).reshape(12, 8, 8)
+  monkeypatch.setitem(sys.modules, "sklearn", types.SimpleNamespace())
+  monkeypatch.setitem(sys.modules, "sklearn.datasets", digits_of(grey, np.arange(12) % 10))
+  cfg = DataConfig(source="digits", validation_fraction=0.25)
+  data = open_images(cfg, size=8, channels=1, classes=10, batch_size=3, seed=0)
+  batch = next(data.train())
+  value = np.asarray(batch.images)[:, 0, 0, 0].astype(int)
+  number = (value * 16 + 254) // 255
+  assert set(number) <= set(range(9)), "an image that is held out is trained on"
+  np.testing.assert_array_equal(number % 10, batch.labels)
+  assert data.fingerprint()["digest"] == data.images.digest

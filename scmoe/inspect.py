@@ -155,6 +155,7 @@ class Inspection:
     steps, ratios = router.layers_over_training(self.record, "shortcut_ratio")
     if len(steps):
       curves |= {"steps": steps, "shortcut_ratio_by_step": ratios.mean(1)}
+      curves |= {f"shortcut_ratio_by_step of MoE {i + 1}": x for i, x in enumerate(ratios.T)}
     finite = lambda values: [None if not np.isfinite(x) else round(float(x), 6) for x in values]
     return {
       "run": self.record.name,
@@ -165,6 +166,7 @@ class Inspection:
       "date": str(card.get("time", "")),
       "commit": str(card.get("git", {}).get("commit", "")),
       "hardware": self.record.devices,
+      "versions": card.get("versions", {}),
       "gatings": list(p.gatings),
       "points": list(p.points),
       "curves": {name: finite(values) for name, values in curves.items()},

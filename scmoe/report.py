@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
 
 
 def pictures(folder: Path, scale: str) -> dict[Path, str]:
-  """Each study's plot of differences as an SVG file: its path in the study -> its text.
+  """Each study's plot of differences as an SVG file: the file's path -> its text.
 
   A study none of whose contrasts has a pair of runs has no plot.
 

@@ -427,3 +427,12 @@ def test_all_studies_in_one_call(fake, monkeypatch, capsys):
     whole.main([*words, "--studies=table9"])
   with pytest.raises(ConfigError, match="--workdir"):
     whole.main([*words, "--workdir=x"])
+
+
+def test_the_routers_figures_beside_the_analyses_are_those_of_the_records(tmp_path):
+  script = QUALITY / "analyses/layers.py"
+  subprocess.run([sys.executable, script, f"--out={tmp_path}"], check=True, capture_output=True)
+  stored = QUALITY / "analyses/results/layers"
+  assert {path.name for path in stored.iterdir()} == {path.name for path in tmp_path.iterdir()}
+  for path in tmp_path.iterdir():
+    assert path.read_text() == (stored / path.name).read_text(), f"run {script}"

@@ -238,6 +238,7 @@ def by_itself(function: Callable[..., Any], *arguments: Any, rounds: int) -> flo
 
   The time of zeroing the cache is subtracted. Where zeroing takes much longer than the call, as on
   a CPU, the difference can be noise, even below 0: it counts only if it exceeds its own spread.
+  Fewer than three rounds have no spread, so that every time above 0 counts.
   """
   timing = alone(function, *arguments, rounds=rounds)
   return 1e3 * timing.median if timing.median > half_range(timing.seconds) else None

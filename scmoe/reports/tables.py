@@ -21,7 +21,7 @@ class Table:
     title: above the table.
     heads: the columns' names.
     rows: one cell for each column.
-    keys: so many first columns name a row, and begin every part of a text that is cut by width.
+    keys: how many of the first columns name a row; they begin every part of a text that is cut.
   """
 
   title: str

@@ -65,7 +65,7 @@ GROUPS = {
     },
   ),
   "adamw-38m-every-block": Group(
-    "38 million active parameters, AdamW, 1,600 steps of 16,384 tokens, a MoE in every block",
+    "47 million active parameters, AdamW, 1,600 steps of 16,384 tokens, a MoE in every block",
     {
       "farskip": ("every_top2", "every_shared", "every_pos1", "every_pos3", "every_farskip"),
       "moe_every": ("every_pos2",),
@@ -76,7 +76,7 @@ GROUPS = {
     {"muon": ("top2", "shared_cg1", *POSITIONS, "pos2_megatron")},
   ),
   "adamw-120m": Group(
-    "120 million active parameters, AdamW, 1,600 steps of 65,536 tokens; some runs are missing",
+    "120 million active parameters, AdamW, 1,600 steps of 65,536 tokens",
     {"table1_3_language": ("top2", "top1", "shared_expert", *POSITIONS)},
   ),
 }

@@ -2,13 +2,13 @@
 
 import dataclasses
 import errno
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import script
 
 from scmoe import sweep
 from scmoe.base.errors import ConfigError, StorageError
@@ -48,12 +48,7 @@ lines += [{"step": steps, "kind": "eval", "loss": loss}, {"step": steps, "kind":
 
 def load(name):
   """The run.py of a study as a module."""
-  spec = importlib.util.spec_from_file_location(f"quality_{name}", QUALITY / name / "run.py")
-  assert spec is not None
-  assert spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return script(Path("quality", name, "run.py").as_posix())
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ with runs that train nothing.
 """
 
 import contextlib
-import importlib.util
 import math
 import re
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from covering import night
+from scripts import script
 
 from scmoe import sweep, train
 from scmoe.reports.studies import Contrast, read_plan, read_results
@@ -60,12 +60,7 @@ class TrainedHere:
 
 def load(name):
   """The run.py of a study, or of all studies, as a module."""
-  spec = importlib.util.spec_from_file_location(f"quality_{name}", QUALITY / name / "run.py")
-  assert spec is not None
-  assert spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return script(Path("quality", name, "run.py").as_posix())
 
 
 @pytest.fixture

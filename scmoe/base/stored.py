@@ -19,6 +19,7 @@ from scmoe.base.errors import DataError
 MOST_BYTES = 2**28  # size of a file; the metadata of a checkpoint of 10,000 arrays has 2 MB
 MOST_DEPTH = 64  # levels of nested objects and lists; a configuration has 4
 _MOST_INT = 2**63
+_PROBE_BYTES = 4096
 _OPENERS = ("{", "[")
 _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number",
           float: "a finite number", bool: "true or false"}  # fmt: skip
@@ -148,6 +149,20 @@ def ends_a_line(file: BinaryIO) -> bool:
   """Whether the last byte of a file that is not empty ends a line; moves the file's position."""
   file.seek(-1, os.SEEK_END)
   return file.read(1) == b"\n"
+
+
+def write_probe(folder: Path) -> None:
+  """Writes 4096 bytes and removes them: a full disk still lets a program create an empty file.
+
+  Raises:
+    OSError: no file can be written in the folder.
+  """
+  probe = folder / f".probe-{os.getpid()}"
+  try:
+    probe.write_bytes(bytes(_PROBE_BYTES))
+  finally:
+    # A process with the same number on another host may have removed the file already.
+    probe.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

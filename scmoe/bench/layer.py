@@ -23,7 +23,6 @@ import argparse
 import dataclasses
 import functools
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ import numpy as np
 from flax import nnx
 
 from scmoe.base.errors import ConfigError, StorageError, run_main
-from scmoe.base.stored import write_json
+from scmoe.base.stored import write_json, write_probe
 from scmoe.bench.parallel import bench_parallel, print_parallel
 from scmoe.bench.sizes import (
   MODELS,
@@ -65,7 +64,6 @@ from scmoe.run.command_line import check_environment, json_file
 # be than fp8 by XLA. Sums in another order round an activation to the next fp8 number now and then.
 # That moves the result by up to 0.018 (so `APART`), but no farther from the network without fp8.
 TOLERANCE_FP8, APART = 2e-2, 3e-2
-_PROBE_BYTES = 4096  # a full disk still lets a program create an empty file
 _SAMPLE_SECONDS = 0.04  # so many seconds of calls are timed together, which hides the host's work
 
 
@@ -411,12 +409,8 @@ def writable(text: str | None) -> Path | None:
     return None
   if out.exists() and not out.is_file():
     raise ConfigError(f"--json={text!r} is no regular file; give a file")
-  probe = out.absolute().with_name(f".probe-{os.getpid()}")
   try:
-    try:
-      probe.write_bytes(bytes(_PROBE_BYTES))
-    finally:
-      probe.unlink(missing_ok=True)
+    write_probe(out.parent)
   except OSError as error:
     raise _unwritten(out, error) from None
   return out

@@ -16,14 +16,13 @@ from typing import Any
 from scmoe.base.errors import ConfigError, StorageError
 from scmoe.base.output import warn
 from scmoe.base.paths import with_home
-from scmoe.base.stored import StoredError, read_json
+from scmoe.base.stored import StoredError, read_json, write_probe
 
 LOCK = "run.lock"
 # A living run touches its lock file once in this time.
 TOUCH_SECONDS = 30
 # A lock of another host counts as left behind if it was not touched for this time.
 FOREIGN_STALE_SECONDS = 300
-_PROBE_BYTES = 4096
 _BUSY = (errno.EAGAIN, errno.EACCES)  # errors of flock if somebody else holds the lock
 _LARGEST_PID = 2**31 - 1
 
@@ -53,7 +52,7 @@ def prepare_workdir(path: str | os.PathLike[str], name: str = "workdir") -> Path
   missing = [place for place in (workdir, *workdir.parents) if not os.path.exists(place)]
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    _write_probe(workdir)
+    write_probe(workdir)
   except OSError as error:
     for place in missing:  # the innermost folder first, since only empty ones can be removed
       with contextlib.suppress(OSError):
@@ -62,16 +61,6 @@ def prepare_workdir(path: str | os.PathLike[str], name: str = "workdir") -> Path
       f"{name}={workdir} cannot be written ({error.strerror}); give another directory or free it"
     ) from None
   return workdir
-
-
-def _write_probe(workdir: Path) -> None:
-  """Writes 4096 bytes and removes them: a full disk still lets a program create an empty file."""
-  probe = workdir / f".probe-{os.getpid()}"
-  try:
-    probe.write_bytes(b"\0" * _PROBE_BYTES)
-  finally:
-    # A process with the same number on another host may have removed the file already.
-    probe.unlink(missing_ok=True)
 
 
 class RunLock:

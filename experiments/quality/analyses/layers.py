@@ -24,7 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from scmoe.base.errors import ConfigError, DataError, run_main  # noqa: E402
+from scmoe.base.errors import DataError, run_main  # noqa: E402
+from scmoe.base.options import check_choice  # noqa: E402
 from scmoe.base.stored import write_json  # noqa: E402
 from scmoe.reports.records import number  # noqa: E402
 from scmoe.reports.studies import Result, Study, read_study  # noqa: E402
@@ -164,8 +165,8 @@ def main(argv: list[str]) -> None:
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
-  if values["only"] and values["only"] not in GROUPS:
-    raise ConfigError(f"--only={values['only']!r} is no group; one of: {', '.join(GROUPS)}")
+  if values["only"]:
+    check_choice("--only", values["only"], GROUPS)
   out = Path(values["out"] or Path(__file__).resolve().parent / "results" / "layers")
   out.mkdir(parents=True, exist_ok=True)
   command = "python experiments/quality/analyses/layers.py"
